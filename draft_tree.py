@@ -1,9 +1,9 @@
 r"""The draft tree, how it grows level by level, and DynaTree's rule, which decides its shape.
 
 The root is the pending token: it ends the text so far, and neither model has run it. The nodes
-below it are candidates from a drafter (dynatree.Drafter), usually a draft model. Nodes are numbered
-in breadth-first order, so a parent comes before its children. A node and its number are both called
-a row, because node r is row r of the target's pass. The example of the README:
+below it are candidates from a drafter (Drafter, in dynatree.py), usually a draft model. Nodes are
+numbered in breadth-first order, so a parent comes before its children. A node's number is its row,
+because node r is row r of the target's pass. The example of the README:
 
     row  token  parent  depth  p(u)            the
      0   the      -1      0    1.00           /   \
@@ -16,12 +16,7 @@ a row, because node r is row r of the target's pass. The example of the README:
     rule = DynaTree(tau=0.1).make_rule()  # settings never change, a rule learns from its text
     tree = grow(rule, root_token, drafter.draft, max_depth=2, vocab_size=4096)
 
-p(u) is the product of the draft's probabilities along the path from the root to node u. A tree is
-made of lists, because it grows row by row. The candidates of a level are numpy arrays, because a
-rule compares all of them at once. Both are on the host.
-
-This file has the tree, `grow`, what a rule is, settings, and two methods: DynaTree, and plain
-autoregressive decoding (ar).
+p(u) is the product of the draft's probabilities along the path from the root to node u.
 
 Shapes: n rows of a level that the draft runs, k candidates of each row.
 Paper: DynaTree v2, section 3.3 and Algorithm 1. The settings have the names of its symbols.
@@ -37,7 +32,10 @@ import numpy
 from numpy import ndarray
 
 MAX_ROWS = 1024  # rows of the largest tree that a setting may ask for
-MAX_LEVELS = 511  # of the deepest tree; methods that recurse over levels stay below Python's limit
+MAX_LEVELS = 511  # of the deepest tree; acceptances may recurse, and Python allows 1,000 calls
+# History: above GOOD_RATIO of accepted depth trees get deeper, below POOR_RATIO less deep
+GOOD_RATIO, POOR_RATIO = 0.8, 0.6
+HISTORY_STEP = 0.05  # by which tau_h and rho_deep then move
 
 
 @dataclass(slots=True)
@@ -48,8 +46,7 @@ class Tree:
     parents: list[int]  # rows; -1 for the root
     depths: list[int]  # edges from the root
     path_logprobs: list[float]  # log p(u)
-    # Slot of each row in the draft's cache, counted from the root's slot; -1: the draft has not run
-    # the row. Rows get slots in the order in which they are run
+    # Each row's slot in the draft's cache, counted from the root's; -1: the draft has not run it
     draft_slots: list[int]
 
     @classmethod
@@ -70,6 +67,22 @@ class Tree:
         return len(self.tokens) - 1
 
 
+def draw(tree: Tree, label: Callable[[int], str]) -> str:
+    """Draw a tree with a line per row, each child below its parent. `label` describes a row."""
+    lines = []
+    stack = [(0, "", "")]  # a row, what stands before it, and what before the rows below it
+    while stack:
+        row, before, below = stack.pop()
+        lines.append(before + label(row))
+        children = [child for child, parent in enumerate(tree.parents) if parent == row]
+        for child in reversed(children):  # the stack gives back the last one first
+            if child == children[-1]:
+                stack.append((child, below + "`-- ", below + "    "))
+            else:
+                stack.append((child, below + "|-- ", below + "|   "))
+    return "\n".join(lines)
+
+
 class Candidates(NamedTuple):
     """The tokens that a drafter proposes below each of n rows: k of them, the likeliest first."""
 
@@ -77,7 +90,7 @@ class Candidates(NamedTuple):
     # [n, k] float32, log-probability of each token given its path. It is -inf where a row has fewer
     # than k candidates and nan where the draft overflowed; neither becomes a row
     logprobs: ndarray
-    entropy: ndarray | None = None  # [n] float32, of the distribution after each row, in nats
+    entropy: ndarray | None = None  # [n] float32, of each row's distribution, for rules of your own
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +110,12 @@ class Level:
 
 
 # draft(tokens, parents, k) runs n nodes of one level and returns k candidates below each of them.
-# parents[i] is the index of node i's parent among the tokens of the previous call. The first call
-# of a tree runs the root, and its parents are None. If all nodes of the example were expanded, the
-# tokens and parents would be: [the], None; [cat, dog], [0, 0]; [sat, ran, ran], [0, 0, 1]
+# If all nodes of the example were expanded, the tokens and parents of its calls would be: [the],
+# None; [cat, dog], [0, 0]; [sat, ran, ran], [0, 0, 1]. So parents[i] is the index of node i's
+# parent among the tokens of the previous call. The first call runs the root; its parents are None
 Draft = Callable[[list[int], list[int] | None, int], Candidates]
 
 # Conditions by name: each is bool [n, k], or one bool for all. A candidate must meet all of them.
-# The names appear in error messages and on the page of --html
 Gates = Mapping[str, ndarray | bool]
 
 
@@ -127,19 +139,17 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
             tree.draft_slots[row] = next_slot
             next_slot += 1
         parent_logprobs = [[tree.path_logprobs[row]] for row in frontier]  # [n, 1]
-        with numpy.errstate(over="ignore"):  # a sum below -3.4e38 is -inf
-            path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
+        path_logprobs = numpy.array(parent_logprobs, numpy.float32) + logprobs
         level = Level(depth, tokens, logprobs, path_logprobs, entropy)
         is_added = passing(level, rule.add_gates(level))
         is_expanded = passing(level, rule.expand_gates(level))  # counts only for added candidates
-        level_rows = frontier
-        frontier, parent_indices = [], []
-        # i is an index into level_rows, rank a column. The order is breadth-first: parent by parent
+        parents, frontier, parent_indices = frontier, [], []
+        # i is an index into `parents`, rank a column. The order is breadth-first: parent by parent
         for i, rank in numpy.argwhere(is_added).tolist():
             if len(tree) >= rule.max_rows:
                 break
             logprob = path_logprobs.item(i, rank)
-            row = tree.add(tokens.item(i, rank), level_rows[i], logprob)
+            row = tree.add(tokens.item(i, rank), parents[i], logprob)
             if is_expanded[i, rank]:
                 frontier.append(row)
                 parent_indices.append(i)
@@ -150,23 +160,16 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
     """Check a drafter's candidates below n rows and return them.
 
     A log-probability above 0, from rounding, becomes 0. nan, from an overflow, becomes -inf. Raises
-    ValueError if they are not two arrays of one shape [n, k], or a token is not an id below
-    vocab_size.
+    ValueError if tokens and log-probabilities are not [n, k], or a token is no id below vocab_size.
     """
-    is_pair = isinstance(found, Candidates)
-    if not is_pair or not all(isinstance(part, ndarray) for part in found[:2]):
-        raise ValueError(f"a drafter gave {found!r:.200}, it must give Candidates of two arrays")
     tokens, logprobs, entropy = found
-    are_numbers = tokens.dtype.kind == "i" and logprobs.dtype.kind == "f"
-    have_shape = tokens.shape == logprobs.shape and tokens.ndim == 2 and len(tokens) == n
-    if not (are_numbers and have_shape and tokens.size > 0):
-        given = f"{tokens.dtype} {list(tokens.shape)} and {logprobs.dtype} {list(logprobs.shape)}"
-        raise ValueError(f"a drafter gave {given}, it must give int64 and float32 [{n}, k]")
+    if tokens.shape != logprobs.shape or tokens.ndim != 2 or len(tokens) != n or not tokens.size:
+        given = f"tokens {list(tokens.shape)} and logprobs {list(logprobs.shape)}"
+        raise ValueError(f"a drafter gave {given}, both must be [{n}, k]")
     if not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise ValueError(f"a drafter gave a token outside the target's ids, 0 to {vocab_size - 1}")
     logprobs = numpy.where(numpy.isnan(logprobs), -math.inf, numpy.minimum(logprobs, 0))
-    logprobs = logprobs.astype(numpy.float32, copy=False)
-    return Candidates(tokens.astype(numpy.int64, copy=False), logprobs, entropy)
+    return Candidates(tokens, logprobs.astype(numpy.float32, copy=False), entropy)
 
 
 def passing(level: Level, gates: Gates) -> ndarray:
@@ -289,8 +292,8 @@ class DynaTree(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_breadth = not self.adapt_breadth or self.B_min <= self.B_mid <= self.B_max
-        is_ordered = has_breadth and self.D0 <= self.D_max
+        is_ordered = not self.adapt_breadth or self.B_min <= self.B_mid <= self.B_max
+        is_ordered = is_ordered and self.D0 <= self.D_max
         if not (is_ordered and self.tau_l < self.tau_h and self.rho_stop < self.rho_deep):
             order = "B_min <= B_mid <= B_max, D0 <= D_max, tau_l < tau_h, rho_stop < rho_deep"
             raise ValueError(f"{self} must have {order}")
@@ -313,40 +316,30 @@ class DynaTreeRule(Rule):
     def add_gates(self, level: Level) -> Gates:
         """Add B(u) children of each node, but no unlikely ones (Algorithm 1, lines 17 to 26)."""
         s = self.current
-        breadth = self.breadth(level) if s.adapt_breadth else numpy.array(s.B_mid)
-        ranks = numpy.arange(level.tokens.shape[1])
-        is_first = ranks < breadth[..., None]  # [n, k], the first B(u); [k] if all have B_mid
-        gates = {"confidence": numpy.broadcast_to(is_first, level.tokens.shape)}
+        ranks = numpy.broadcast_to(numpy.arange(level.tokens.shape[1]), level.tokens.shape)
+        breadth = self.breadth(level)[:, None] if s.adapt_breadth else s.B_mid
+        gates = {"confidence": ranks < breadth}  # the first B(u) children of each node
         if s.prune:
             gates["tau"] = level.path_logprobs >= log_threshold(s.tau)
         return gates
 
     def breadth(self, level: Level) -> ndarray:
         """Return B(u) [n] of each row u: few children where the draft is confident, more where it
-        is not. A variant of DynaTree replaces this method."""
+        is not."""
         s, c = self.current, level.confidence.astype(float)
         return numpy.where(c >= s.tau_h, s.B_min, numpy.where(c < s.tau_l, s.B_max, s.B_mid))
 
     def expand_gates(self, level: Level) -> Gates:
         """Expand only nodes on likely paths (Algorithm 1, lines 27 to 30)."""
-        name, threshold = self.depth_gate(level.row_depth + 1)
-        return {name: level.path_logprobs >= log_threshold(threshold)}
-
-    def depth_gate(self, depth: int) -> tuple[str, float]:
-        """Return the name of the setting that limits expansion at this depth, and the p(u) from
-        which a node is expanded there: 0 for every node, inf for none."""
-        s = self.current
+        s, is_base = self.current, level.row_depth + 1 < self.current.D0
         if not s.adapt_depth:
-            return "D0", (0.0 if depth < s.D0 else math.inf)
-        if depth >= s.D_max:  # begin_tree stops here anyway; the page of --html shows this name
-            return "D_max", math.inf
-        if depth >= s.D0:
-            return "rho_deep", s.rho_deep
-        return "rho_stop", s.rho_stop
+            return {"D0": is_base}
+        name, threshold = ("rho_stop", s.rho_stop) if is_base else ("rho_deep", s.rho_deep)
+        return {name: level.path_logprobs >= log_threshold(threshold)}
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
         """Record a_r = accepted candidates / depth of the tree. If its mean over the last W trees
-        is high, draft deeper; if it is low, draft less deep. So once there are W trees, each tree
+        is high, draft deeper; if it is low, draft less deep. Once there are W trees, every tree
         may move the thresholds by a step."""
         if len(tree) == 1:  # it has depth 0, so there is no ratio
             return
@@ -354,13 +347,13 @@ class DynaTreeRule(Rule):
         if not self.current.history or len(self.depth_ratios) < self.current.W:
             return
         mean = self.mean_depth_ratio()
-        if mean > 0.8:
+        if mean > GOOD_RATIO:
             self.move_thresholds(1)
-        elif mean < 0.6:
+        elif mean < POOR_RATIO:
             self.move_thresholds(-1)
 
     def mean_depth_ratio(self) -> float:
-        """Return the mean of the recorded ratios, of which there must be at least one."""
+        """Return the mean of the recorded ratios."""
         mean = sum(self.depth_ratios) / len(self.depth_ratios)
         return round(mean, 9)  # without rounding, ten ratios of 3 / 5 have a mean below 0.6
 
@@ -371,9 +364,11 @@ class DynaTreeRule(Rule):
         children. -1 is the reverse. tau_l < tau_h and rho_stop < rho_deep stay true.
         """
         s, initial = self.current, self.initial
-        d0 = clamped(s.D0 + direction, initial.D0, 2, s.D_max - 1)  # rho_deep needs D0 < D_max
-        tau_h = clamped(s.tau_h - 0.05 * direction, initial.tau_h, 0.5, 0.95)
-        rho_deep = clamped(s.rho_deep - 0.05 * direction, initial.rho_deep, 0.3, 0.8)
+        step = HISTORY_STEP * direction
+        # Below D_max, otherwise rho_deep would never apply
+        d0 = clamped(s.D0 + direction, initial.D0, 2, s.D_max - 1)
+        tau_h = clamped(s.tau_h - step, initial.tau_h, 0.5, 0.95)
+        rho_deep = clamped(s.rho_deep - step, initial.rho_deep, 0.3, 0.8)
         tau_h = tau_h if tau_h > s.tau_l else s.tau_h
         rho_deep = rho_deep if rho_deep > s.rho_stop else s.rho_deep
         self.current = replace(s, D0=d0, tau_h=tau_h, rho_deep=rho_deep)
@@ -387,5 +382,5 @@ def clamped(value: float, initial: float, low: float, high: float) -> float:
 
 
 def log_threshold(probability: float) -> float:
-    """Return the logarithm of a threshold on a probability. 0 passes all, inf none."""
+    """Return the logarithm of a threshold on a probability. 0 passes all."""
     return math.log(probability) if probability > 0 else -math.inf

@@ -11,32 +11,22 @@ Paper: DynaTree v2, Algorithm 1.
     for step in generate(target, drafter, [510, 1453], rule, max_new_tokens=64):
         print(step.tokens)
 
-    python dynatree.py --prompt "The ship sailed at dawn" --max-new-tokens 64
+    python dynatree.py --prompt "She opened the door of the house and looked" --max-new-tokens 48
 
-The five files gpt_neox.py, draft_tree.py, verify.py, sampling.py and dynatree.py are the whole
-algorithm. A fork can replace four parts of it, which are arguments of `generate`: the target
-(gpt_neox.Model), the drafter (Drafter), the rule (draft_tree.Rule), and the acceptance
-(verify.Acceptance).
+A fork can replace four parts, which are arguments of `generate`: the target (gpt_neox.Model), the
+drafter (Drafter), the rule (draft_tree.Rule), and the acceptance (verify.Acceptance).
 
 Shapes: n rows of one level, k candidates of each row, V vocabulary.
 """
 
-import sys
-from pathlib import Path
-
-# Beside dynatree_lab, run its command line, with all methods and options, instead of the small one
-# below. run_program does not return. It is called before `import torch`, because it sets how torch
-# allocates memory. The program may be started through a link, which `resolve` follows
-if __name__ == "__main__" and (Path(__file__).resolve().parent / "dynatree_lab").exists():
-    from dynatree_lab.cli.start import run_program
-
-    run_program("dynatree_lab.cli.main")
-
 import argparse
+import math
 import operator
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy
 import torch
@@ -44,13 +34,14 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Tree, grow
-from gpt_neox import GPTNeoX, Model
+from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, draw, grow
+from gpt_neox import GPTNeoX, Model, find_checkpoint
 from sampling import Sampler
 from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
 
-TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the embedded pair
+TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the default pair
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
+BOOLS = {"on": True, "off": False}  # values of a setting that is a bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +74,10 @@ class Drafter:
 class ModelDrafter(Drafter):
     """A draft model and its KV cache, which also holds the tree while it grows.
 
-    `uncached` has the tokens that the draft has not run yet, the root last: before the first tree
-    the prompt, before later ones the accepted rows that were not run. The first pass of a tree runs
-    them. From then on the cache's newest rows are the root and the nodes in the order in which they
-    are run, which is that of Tree.draft_slots. `commit` makes all of them scratch again and keeps
-    the accepted ones.
+    `uncached` has the tokens that the draft has still to run: at first the prompt, later the
+    accepted rows that it skipped; the root last. The first pass of a tree runs them. From then on
+    the cache's newest rows are the root and the nodes in the order in which they are run, which is
+    that of Tree.draft_slots. `commit` makes all of them scratch again and keeps the accepted ones.
     """
 
     def __init__(self, model: Model):
@@ -105,14 +95,13 @@ class ModelDrafter(Drafter):
 
     def run_uncached(self) -> Tensor:
         """Run all uncached tokens and return the logits [1, V] after the last one, the root."""
-        # The draft runs token 0 in place of a token that its vocabulary lacks. Its candidates are
-        # then worse, but the target still decides
+        # The draft runs token 0 in place of a token that its vocabulary lacks
         ids = [token if token < self.model.config.vocab_size else 0 for token in self.uncached]
         self.uncached = []
         logits = self.model.prefill(ids, self.cache)
         self.root_slot = self.cache.length - 1  # in the cache; the older slots are committed
         self.depth = 0  # of the latest level
-        # [rows of the latest level, rows run in this tree]: which rows the level attends to
+        # Row i of the latest level attends to the rows of this tree where mask[i] is True
         self.mask = numpy.ones((1, 1), dtype=bool)
         return logits
 
@@ -126,24 +115,21 @@ class ModelDrafter(Drafter):
         self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
         mask = torch.from_numpy(self.mask)
         logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
-        self.cache.length += n  # the next level comes after it; `commit` rewinds
+        self.cache.commit(range(n))  # the next level comes after it; `commit` below rewinds
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
-        """Return the k likeliest tokens after each row of logits [n, V], and the entropy."""
-        logprobs = torch.log_softmax(logits, dim=-1)
-        entropy = torch.special.entr(logprobs.exp()).sum(dim=-1)  # - p log p; 0 where p is 0
-        found = logprobs.topk(min(k, logits.shape[1]))
-        parts = found.indices, found.values, entropy
-        return Candidates(*(part.cpu().numpy() for part in parts))
+        """Return the k likeliest tokens after each row of logits [n, V]."""
+        found = torch.log_softmax(logits, dim=-1).topk(min(k, logits.shape[1]))
+        return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        # Rows that were not run (-1) come last in a path, because nothing is run below them
-        slots = [slot for row in path if (slot := tree.draft_slots[row]) != -1]
-        if slots:
+        slots = [tree.draft_slots[row] for row in path]
+        n_run = len(slots) - slots.count(-1)  # they come first: nothing is run below a skipped row
+        if n_run:
             self.cache.rewind(self.root_slot)
-            self.cache.commit(slots)
-            tokens = tokens[len(slots) - 1 :]  # tokens[i] is the token of path[i + 1]
+            self.cache.commit(slots[:n_run])
+            tokens = tokens[n_run - 1 :]  # tokens[i] is the token of path[i + 1]
         self.uncached += tokens
 
 
@@ -170,12 +156,15 @@ def generate(
     target overflows.
     """
     vocab_size, n_left = target.config.vocab_size, max_new_tokens
-    prompt = checked_prompt(vocab_size, prompt, max_new_tokens)
-    eos_ids = checked_ids("eos_ids", eos_ids)
-    require_new(rule)
+    prompt = [operator.index(token) for token in prompt]
+    if not prompt or not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(f"prompt must have at least one id, and all from 0 to {vocab_size - 1}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+    if rule.is_used:
+        raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
     rule.is_used = True
-    require_drafter(drafter, rule)
-    drafter = drafter or Drafter()  # never asked to draft, because the rule has max_depth 0
+    drafter = drafter or Drafter()  # which raises if it is asked to draft
     capacity = len(prompt) + max_new_tokens + rule.max_rows
     cache = target.new_cache(capacity)
     drafter.start(prompt, capacity, vocab_size)
@@ -185,7 +174,7 @@ def generate(
     path, tokens = accept(tree, target.prefill(prompt, cache))
     drafter.commit(tree, path, tokens)
     new = cut(tokens, eos_ids, n_left)
-    n_left, last = n_left - len(new), new[-1]  # read here, because a caller may change a Step
+    n_left, last = n_left - len(new), new[-1]
     yield Step(new, tree, path)
     while n_left and last not in eos_ids:
         # 1 draft: a tree below the last token, of at most n_left - 1 levels, because the bonus
@@ -197,7 +186,7 @@ def generate(
         logits = target.forward(tree_tokens, positions, cache, mask)
         # 4 accept: a path of the tree, then one token of the target's own, the bonus token
         path, tokens = accept(tree, logits)
-        new = cut(tokens, eos_ids, n_left)  # after a cut the loop ends, so the caches need none
+        new = cut(tokens, eos_ids, n_left)  # the caches are not cut, because the loop ends
         n_left, last = n_left - len(new), new[-1]
         # 5 commit: both caches keep the accepted rows and discard the others
         cache.commit(path)
@@ -207,63 +196,111 @@ def generate(
         yield Step(new, tree, path)
 
 
-def checked_prompt(vocab_size: int, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """Return the prompt as a list. Raises ValueError if it or max_new_tokens is invalid."""
-    ids = checked_ids("prompt", prompt)
-    if not ids or not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"prompt must have at least one id, and all from 0 to {vocab_size - 1}")
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be an int from 1")
-    return ids
+@dataclass(frozen=True)
+class Metrics:
+    """What was measured of a text. The prefill's step counts in no average."""
+
+    ids: list[int]  # the new tokens
+    rate: float  # tokens per second after the first token; nan for a text of one token
+    tokens_per_iter: float  # with the bonus token, and with what EOS or the limit cuts
+    rows_per_tree: float  # rows of a target pass, the root included
+
+    def __str__(self) -> str:
+        if math.isnan(self.rate):
+            return "1 token"
+        speed = f"{self.rate:.1f} tokens/s, {self.tokens_per_iter:.2f} tokens/iter"
+        return f"{len(self.ids)} tokens, {speed}, {self.rows_per_tree:.1f} rows/tree"
 
 
-def checked_ids(name: str, ids: Iterable[int]) -> list[int]:
-    """Return ids as a list. Raises ValueError, with the argument's name, if they are no ids."""
-    try:
-        return [operator.index(token) for token in ids]
-    except TypeError as error:
-        raise ValueError(f"{name} is {ids!r:.80}, it must be a sequence of token ids") from error
+def measure(steps: Iterator[Step]) -> Metrics:
+    """Generate a text and return its metrics."""
+    first = next(steps)
+    began = time.perf_counter()
+    rest = list(steps)  # each step ends with a read from the device, so all of its work counts
+    seconds = time.perf_counter() - began
+    ids = [token for step in (first, *rest) for token in step.tokens]
+    n = len(rest) or math.nan
+    rate = (len(ids) - 1) / seconds if rest else math.nan
+    n_tokens = sum(len(step.path) for step in rest)  # one token after each row of a path
+    return Metrics(ids, rate, n_tokens / n, sum(len(step.tree) for step in rest) / n)
 
 
-def require_new(rule: Rule) -> None:
-    """Raise ValueError unless a rule is one that has served no other text."""
-    if not isinstance(rule, Rule) or rule.is_used:
-        raise ValueError(f"rule is {rule!r:.80}, it must be a Rule that served no other text")
+def parse_settings(kind: type[Settings], words: Sequence[str]) -> Settings:
+    """Return the settings of a method from words such as "tau=0.02". Raises ValueError."""
+    types, values = {f.name: f.type for f in fields(kind)}, {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in types:
+            raise ValueError(f"{word}: the method's settings are {', '.join(types) or 'none'}")
+        try:
+            values[name] = BOOLS[value] if types[name] is bool else types[name](value)
+        except (KeyError, ValueError) as error:
+            allowed = "on or off" if types[name] is bool else f"of type {types[name].__name__}"
+            raise ValueError(f"{word}: {name} must be {allowed}") from error
+    return kind(**values)
 
 
-def require_drafter(drafter: Drafter | None, rule: Rule) -> None:
-    """Raise ValueError for what `generate` cannot use as a drafter."""
-    may_be_none = rule.max_depth == 0
-    if not isinstance(drafter, Drafter) and not (drafter is None and may_be_none):
-        raise ValueError(f"drafter is {drafter!r:.80}, this rule needs a Drafter")
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that bench.py has too: models, device and sampling."""
+    add, device = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--target", help="folder of a checkpoint, or hub repository (default models/tiny)")
+    add("--draft", help="the same, with the target's tokenizer (default models/tiny)")
+    add("--device", default=device, help="(default cuda if there is one, else cpu)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0, help="(default 1)")
+    add("--seed", type=int, default=0, help="random seed (default 0)")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    description = "Tree speculative decoding of GPT-NeoX models"
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
-    parser.add_argument("--method", choices=METHODS, default="dynatree", help="(default dynatree)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    parser.add_argument("--target", default=TINY / "target", help="folder of a checkpoint")
-    parser.add_argument("--draft", default=TINY / "draft", help="folder of a checkpoint")
-    parser.add_argument("--device", default="cpu", help="(default cpu)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    more = "(python -m dynatree_lab has more methods and options)"  # shown with each error, too
+    usage = f"python dynatree.py --prompt TEXT [options]\n{more}"
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
+    add = parser.add_argument
+    add("--prompt", required=True, help="text to continue")
+    add("--max-new-tokens", type=int, default=128, help="(default 128)")
+    add("--method", choices=METHODS, default="dynatree", help="(default dynatree)")
+    names = ", ".join(f.name for f in fields(DynaTree))
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help=f"repeatable: {names}")
+    add("--show-tree", action="store_true", help="draw trees on stderr: tokens, p(u), * accepted")
+    add_model_options(parser)
     return parser.parse_args(arguments)
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer of a checkpoint's folder. Raises OSError, and ValueError naming the
-    file."""
-    file = Path(folder) / "tokenizer.json"
+def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, Drafter | None]:
+    """Return the target and the drafter of the options. Raises OSError and ValueError."""
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: torch finds no CUDA device")
+    if args.target and not args.draft and has_draft:
+        raise ValueError("--target needs a --draft with its tokenizer, or only --method ar")
+    if args.dtype != "float32":
+        why = "rounding may decide between two tokens that are nearly equal"
+        print(f"note: in {args.dtype} {why}, so text may differ from ar's", file=sys.stderr)
+    options = args.device, getattr(torch, args.dtype)
+    target = GPTNeoX.from_pretrained(args.target or TINY / "target", *options)
+    if not has_draft:
+        return target, None
+    return target, ModelDrafter(GPTNeoX.from_pretrained(args.draft or TINY / "draft", *options))
+
+
+def make_acceptance(args: argparse.Namespace, seed: int) -> Acceptance:
+    """Return a new acceptance for one text. Raises ValueError."""
+    if args.temperature == 0:
+        if args.top_p != 1:
+            raise ValueError("--top-p needs a --temperature above 0")
+        return accept_greedy
+    return Sampler(args.temperature, args.top_p, seed)
+
+
+def load_tokenizer(checkpoint: str | Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint. Raises OSError, and ValueError naming the file."""
+    file = find_checkpoint(checkpoint) / "tokenizer.json"
     text = file.read_text("utf-8")
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library's errors have no type of their own
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    tokenizer.no_truncation()  # training code may have left either in the file
+    tokenizer.no_truncation()  # training code may have left truncation or padding in the file
     tokenizer.no_padding()
     return tokenizer
 
@@ -277,66 +314,56 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     return encoding.ids
 
 
-def ends_bytes(token: int, tokenizer: Tokenizer) -> bool:
-    """Whether a token ends a run of byte tokens, such as <0xF0>, which is decoded as one. It then
-    is no byte, and not one of the tokens that decoding skips."""
-    name = tokenizer.id_to_token(token) or ""
-    return not name.startswith("<0x") and tokenizer.decode([token]) != ""
-
-
-def final_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of ids without its end that later ids may change: a run of bytes and an
-    incomplete character, which is decoded as U+FFFD."""
-    n = len(ids)
-    while n and not ends_bytes(ids[n - 1], tokenizer):
-        n -= 1
-    return tokenizer.decode(ids[:n]).rstrip("\ufffd")
-
-
-def write(steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Iterator[Step]:
-    """Print a text, without EOS, while it is generated, and yield its steps."""
+def write(
+    steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: Sequence[int], is_at_end: bool
+) -> Iterator[Step]:
+    """Print a text, without EOS, while it is generated or at its end, and yield its steps."""
     ids, n_shown = [], 0
-    for step in steps:
-        ids += [token for token in step.tokens if token not in eos_ids]
-        text = final_text(ids, tokenizer)
-        print(text[n_shown:], end="", flush=True)
-        n_shown = len(text)
+    try:
+        for step in steps:
+            ids += [token for token in step.tokens if token not in eos_ids]
+            if not is_at_end:
+                # An incomplete character is decoded as U+FFFD, until later ids complete it
+                text = tokenizer.decode(ids).rstrip("\ufffd")
+                print(text[n_shown:], end="", flush=True)
+                n_shown = len(text)
+            yield step
+    finally:  # also after Ctrl-C, but not if there is no text, as after an error
+        if ids:
+            print(tokenizer.decode(ids)[n_shown:], flush=True)
+
+
+def show_trees(steps: Iterator[Step], tokenizer: Tokenizer) -> Iterator[Step]:
+    """Draw the tree of every iteration on stderr, and yield the steps."""
+
+    def label(row: int) -> str:
+        token = tokenizer.decode([step.tree.tokens[row]], skip_special_tokens=False)
+        accepted = " *" if row in step.path else ""
+        return f"{token!r} {math.exp(step.tree.path_logprobs[row]):.2f}{accepted}"
+
+    yield next(steps)  # the prefill drafts no tree
+    for number, step in enumerate(steps, start=1):
+        print(f"tree {number}\n{draw(step.tree, label)}", file=sys.stderr)
         yield step
-    print(tokenizer.decode(ids)[n_shown:])
 
 
 def run(args: argparse.Namespace) -> None:
-    """Generate and print a text, and its speed after the first token."""
-    rule = METHODS[args.method]().make_rule()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: torch finds no CUDA device")
-    dtype = getattr(torch, args.dtype)
-    target = GPTNeoX.from_pretrained(args.target, args.device, dtype)
-    drafter = None
-    if rule.max_depth > 0:
-        drafter = ModelDrafter(GPTNeoX.from_pretrained(args.draft, args.device, dtype))
-    tokenizer = load_tokenizer(args.target)
-    prompt, eos_ids = encode_prompt(args.prompt, tokenizer), target.config.eos_ids
-    is_sampled = args.temperature != 0
-    accept = Sampler(args.temperature, args.top_p, args.seed) if is_sampled else accept_greedy
-    options = {"eos_ids": eos_ids, "accept": accept}
-    steps = generate(target, drafter, prompt, rule, args.max_new_tokens, **options)
-    print(summary(write(steps, tokenizer, eos_ids)), file=sys.stderr)
-
-
-def summary(steps: Iterator[Step]) -> str:
-    """Return the speed of a generation after its first token, and its tokens per iteration, which
-    include those that EOS or the limit cuts."""
-    n_new = len(next(steps).tokens)  # the prefill is no iteration
-    began, n_iterations, n_tokens = time.perf_counter(), 0, 0
-    for step in steps:
-        n_new += len(step.tokens)
-        n_iterations += 1
-        n_tokens += len(step.path)  # one token after each row of the path
-    if not n_iterations:
-        return "1 token"
-    rate = (n_new - 1) / (time.perf_counter() - began)
-    return f"{n_new} tokens, {rate:.1f} tokens/s, {n_tokens / n_iterations:.2f} tokens/iter"
+    """Generate and print a text, and its metrics on stderr."""
+    settings = parse_settings(METHODS[args.method], args.set)
+    target, drafter = load_models(args, has_draft=args.method != "ar")
+    tokenizer, eos_ids = load_tokenizer(args.target or TINY / "target"), target.config.eos_ids
+    steps = generate(
+        target,
+        drafter,
+        encode_prompt(args.prompt, tokenizer),
+        settings.make_rule(),
+        args.max_new_tokens,
+        eos_ids=eos_ids,
+        accept=make_acceptance(args, args.seed),
+    )
+    if args.show_tree:
+        steps = show_trees(steps, tokenizer)
+    print(measure(write(steps, tokenizer, eos_ids, args.show_tree)), file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 The modules are named as in published checkpoints, so tensors load by name. One method, `forward`,
 runs one token, one level of a draft tree, or a whole tree. The cache is a list of slots. A pass
 writes its n rows to the slots from the cache's length on. The caller gives each row's position, and
-a mask over the newest slots: those of the pass and, for a level of a draft tree, those of the
+a mask over the newest slots: the pass's own. While a draft tree grows, the mask also covers the
 tree's earlier rows. Every row attends to all older slots.
 
     model = GPTNeoX.from_pretrained("models/tiny/target")
@@ -32,7 +32,7 @@ PREFILL_CHUNK = 512  # rows of one pass over a prompt; bounds the [n, S] mask
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu(approximate=...)
 OUTPUT_HEAD, EMBEDDING = "embed_out.weight", "gpt_neox.embed_in.weight"
 ROPE_TYPES = (None, "default")  # supported; None: config.json names no type
-IS_VALID = {  # whether a value may be in config.json, by the annotation of its field in Config
+IS_VALID = {  # what config.json may hold: a check for each type of a field in Config
     int: lambda value: type(value) is int and value > 0,
     float: lambda value: type(value) in (int, float) and 0 < value < math.inf,
     bool: lambda value: type(value) is bool,
@@ -90,17 +90,15 @@ class Config:
             raise ValueError(f"model_type is {raw.get('model_type')!r:.80}, it must be 'gpt_neox'")
         if raw.get("quantization_config"):
             raise ValueError("the weights are quantised: use the checkpoint in float weights")
-        published = dict(raw)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5 or 4
         if not isinstance(rope, dict):
             raise ValueError(f"rope_parameters or rope_scaling is {rope!r:.80}, not an object")
         if rope.get("rope_type", rope.get("type")) not in ROPE_TYPES:  # the new key or the old one
             raise ValueError(f"scaled rotary embeddings (rope) are not supported: {rope!r:.80}")
-        # None, here and in the file, leaves the default of a field, except for EOS ids
-        published["rotary_pct"] = rope.get("partial_rotary_factor", raw.get("rotary_pct"))
-        published["rotary_emb_base"] = rope.get("rope_theta", raw.get("rotary_emb_base"))
-        values = {f.name: published.get(f.name) for f in fields(cls)}
-        # Null means no EOS id, and only an absent key gives the default
+        values = {f.name: raw.get(f.name) for f in fields(cls)}
+        values["rotary_pct"] = rope.get("partial_rotary_factor", raw.get("rotary_pct"))
+        values["rotary_emb_base"] = rope.get("rope_theta", raw.get("rotary_emb_base"))
+        # A missing or null value gives the default; of EOS ids, null means that there is none
         own_ids = raw.get("eos_token_id", list(cls.eos_ids))
         eos_ids = []
         for ids in (own_ids, generation.get("eos_token_id")):  # an id, a list, or None
@@ -109,6 +107,20 @@ class Config:
                     eos_ids.append(token)
         values["eos_ids"] = tuple(eos_ids)
         return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def find_checkpoint(name: str | Path) -> Path:
+    """Return a checkpoint's folder. A name that is no folder is a hub repository's, such as
+    EleutherAI/pythia-70m; it is downloaded unless the hub's cache has it. Raises OSError."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # here, because it takes half a second
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(f"{name} is no folder, and cannot be downloaded: {reason}") from error
 
 
 def read_config(folder: Path) -> Config:
@@ -148,7 +160,7 @@ class KVCache:
         self.length = 0
 
     def rewind(self, length: int) -> None:
-        """Make the slots from `length` on scratch again. A draft model does this after a tree."""
+        """Make the slots from `length` on scratch again."""
         self.length = length
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -156,7 +168,7 @@ class KVCache:
         first = self.length
         # Rows move down in rising order, so none is overwritten before it has moved
         for slot, row in enumerate(rows, start=first):
-            if slot != first + row:
+            if slot != first + row:  # otherwise it is in place already
                 self.kv[:, :, :, slot] = self.kv[:, :, :, first + row]
         self.length = first + len(rows)
 
@@ -203,8 +215,8 @@ class Attention(nn.Module):
         # nan, a draft's nan adds no candidate (draft_tree.checked), and no path of a tree goes
         # through the row (verify.finite_rows)
         kv[:, :, n_slots - n : n_slots] = new.nan_to_num(nan=0, posinf=0, neginf=0)
-        is_finite = new.isfinite().all(dim=0).all(dim=-1, keepdim=True)  # [H, n, 1]
-        q = q.masked_fill(~is_finite, torch.nan)
+        is_finite = new.isfinite().all(dim=0).all(dim=-1)  # [H, n]
+        q = q.masked_fill(~is_finite[..., None], torch.nan)
         k, v = kv[:, :, :n_slots]  # [H, S, D] each
         attended = F.scaled_dot_product_attention(q, k, v, mask)
         return self.dense(attended.transpose(0, 1).flatten(1))
@@ -227,8 +239,9 @@ class Layer(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.use_parallel_residual = config.use_parallel_residual
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        size, eps = config.hidden_size, config.layer_norm_eps
+        self.input_layernorm = nn.LayerNorm(size, eps)  # LN1
+        self.post_attention_layernorm = nn.LayerNorm(size, eps)  # LN2, even if both are parallel
         self.attention = Attention(config)
         self.mlp = MLP(config)
 
@@ -245,8 +258,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        # Uniform weights, because nn.Embedding draws normal ones. On the meta device, which
-        # from_tensors uses, the first normal draw or product costs a process 2 s of imports
+        # Uniform weights, because a normal draw on the meta device, which from_tensors uses,
+        # imports for seconds
         embedding = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.02, 0.02)
         self.embed_in = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -269,7 +282,7 @@ class Transformer(nn.Module):
 
 def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
     """Return the rotary embedding of each position, cos + i sin per pair of dimensions: complex64
-    [n_positions, R / 2]."""
+    [n_positions, R / 2]. As a complex number, one factor rotates a pair."""
     dims = torch.arange(0, config.rotary_dims, 2, device=device).float()  # [R / 2]
     frequencies = config.rotary_emb_base ** -(dims / config.rotary_dims)
     angles = torch.arange(n_positions, device=device).float()[:, None] * frequencies
@@ -301,13 +314,13 @@ class GPTNeoX(nn.Module):
     @classmethod
     def from_pretrained(
         cls,
-        folder: str | Path,
+        name: str | Path,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "GPTNeoX":
-        """Load config.json and all safetensors of a folder. Raises OSError, ValueError and
-        SafetensorError for what is missing, invalid or truncated."""
-        folder = Path(folder)
+        """Load config.json and all safetensors of a folder or a hub repository. Raises OSError,
+        ValueError and SafetensorError for what is missing, invalid or truncated."""
+        folder = find_checkpoint(name)
         config = read_config(folder)
         tensors = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -323,7 +336,7 @@ class GPTNeoX(nn.Module):
         """Make a model of these weights, by their published names; other tensors are ignored.
         Raises ValueError naming a weight that is missing or has another shape."""
         tensors = dict(tensors)
-        if "lm_head.weight" in tensors:  # the output head's name in transformers since 5.14
+        if "lm_head.weight" in tensors:  # the output head's name in newer transformers
             tensors.setdefault(OUTPUT_HEAD, tensors["lm_head.weight"])
         config = untied_if_head_differs(config, tensors)
         with torch.device("meta"):  # shapes without memory; the tensors bring theirs
@@ -348,7 +361,7 @@ class GPTNeoX(nn.Module):
         return self.gpt_neox.embed_in.weight.dtype
 
     def new_cache(self, capacity: int) -> KVCache:
-        """Return an empty cache of `capacity` slots: for the text, and for the largest tree."""
+        """Return an empty cache of `capacity` slots, for the text and the largest tree together."""
         c = self.config
         shape = (2, c.num_hidden_layers, c.num_attention_heads, capacity, c.head_size)
         kv = torch.zeros(shape, device=self.device, dtype=self.dtype)
@@ -364,8 +377,8 @@ class GPTNeoX(nn.Module):
             tokens, positions: [n] int64.
             mask: [n, m] bool over the newest m slots; the last n are these rows' own. Every row
                 attends to all older slots. None: each row attends to the rows before it and to
-                itself. A whole tree has m = n. A level of a draft tree has m > n, because the mask
-                also has columns for the rows that the draft ran before, the root first.
+                itself. A level of a draft tree has m > n, because the mask also has columns for
+                the rows that the draft ran before, the root first.
 
         Raises IndexError if the cache is too small.
         """

@@ -11,13 +11,12 @@ let R be the target's distribution of the next token, and x the token of the row
 2  otherwise R(x) becomes 0 and R is normalised: R is now the distribution given that x is not next
 3  the next child is tried with this R; after the last child, the bonus token is drawn from R
 
-Acceptance with min(1, p / q) (Leviathan et al. 2023) needs the draft's probability q of a drawn
-token. Here the children may come from any source, usually the draft's top k. The text is exact as
-long as the tree does not depend on the random numbers that accept it.
+The text is exact as long as the tree does not depend on the random numbers that accept it.
 
 Shapes: N tree rows, n rows of logits, V vocabulary.
 """
 
+import math
 from random import Random
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 from draft_tree import Tree
 from verify import finite_rows
 
-FLOAT32 = torch.finfo(torch.float32)  # in which logits are divided
 FIXED_POINT_ONE = 2**40  # probability 1 as an integer
 
 
@@ -79,11 +77,11 @@ class Sampler:
         return int(torch.searchsorted(ends, point, right=True))
 
 
-def require_positive(name: str, value: float, high: float = FLOAT32.max) -> None:
-    """Raise ValueError unless a number is positive in float32, and at most `high`."""
-    if not isinstance(value, float | int) or not FLOAT32.tiny <= value <= high:
-        limit = f", at most {high}" if high < FLOAT32.max else ""
-        raise ValueError(f"{name} is {value!r}, it must be a positive float32{limit}")
+def require_positive(name: str, value: float, high: float = math.inf) -> None:
+    """Raise ValueError unless a number is finite, above 0 and at most `high`."""
+    if not 0 < value <= high or value == math.inf:
+        limit = f" and at most {high}" if high < math.inf else " and finite"
+        raise ValueError(f"{name} is {value}, it must be above 0{limit}")
 
 
 def path_tokens(tree: Tree, path: list[int]) -> list[int]:
@@ -92,9 +90,10 @@ def path_tokens(tree: Tree, path: list[int]) -> list[int]:
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits [n, V] divided by a temperature, shifted so that a tiny one cannot give nan."""
+    """Return logits [n, V] divided by a temperature, up to a constant in each row."""
     if temperature == 1:
         return logits
+    # Shifted to at most 0, so a tiny temperature gives -inf and not inf, whose softmax is nan
     return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
 
 
@@ -114,4 +113,5 @@ def is_in_top_p(sorted_probs: Tensor, top_p: float) -> Tensor:
     which the ones before have not reached top_p. The first one always is."""
     # Integers add up to one sum in any order, while CUDA's float sums differ from run to run
     parts = (sorted_probs * FIXED_POINT_ONE).long()
-    return parts.cumsum(dim=-1) - parts < max(round(top_p * FIXED_POINT_ONE), 1)
+    before = parts.cumsum(dim=-1) - parts  # the probability before each token
+    return before < max(round(top_p * FIXED_POINT_ONE), 1)

@@ -42,33 +42,24 @@ def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def ancestor_mask(parents: Sequence[int]) -> ndarray:
-    """Return the bool mask [N, N] with which a row attends to its ancestors and itself.
-
-    Each row is first built as one int, whose bit i says whether the row attends to row i. With
-    1,024 rows this takes half as long as adding up rows of bools (0.25 instead of 0.6 ms).
-    """
-    n, n_bytes = len(parents), (len(parents) + 7) // 8
-    rows = [1]  # the root attends to itself
+    """Return the bool mask [N, N] with which a row attends to its ancestors and itself."""
+    mask = numpy.eye(len(parents), dtype=bool)
     for row, parent in enumerate(parents[1:], start=1):
-        rows.append(rows[parent] | 1 << row)  # the parent's int is complete: it comes earlier
-    packed = b"".join([row.to_bytes(n_bytes, "little") for row in rows])
-    packed = numpy.frombuffer(packed, numpy.uint8).reshape(n, n_bytes)
-    return numpy.unpackbits(packed, axis=1, count=n, bitorder="little").view(bool)
+        mask[row] |= mask[parent]  # the parent's row is complete, because it comes earlier
+    return mask
 
 
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-    """Accept each node whose token is the target's best one after an accepted parent. This is an
-    Acceptance. Raises NonFiniteLogits and ValueError, as finite_rows does."""
+    """Accept each node whose token is the target's best one after an accepted parent. Raises
+    NonFiniteLogits and ValueError, as finite_rows does."""
     return accept_best(tree, logits.argmax(dim=-1).tolist(), finite_rows(logits))
 
 
 def accept_best(
     tree: Tree, best: Sequence[int], is_finite: Sequence[bool]
 ) -> tuple[list[int], list[int]]:
-    """Do what accept_greedy does, given the best token after each row and the finite rows.
-
-    The accepted nodes are one path, because each is a child of the one before it.
-    """
+    """Do what accept_greedy does, for a caller that has the best tokens and the finite rows. The
+    accepted nodes are one path, because each is a child of the one before it."""
     path = [0]
     for row in range(1, len(tree)):  # a parent comes before its children, so one scan is enough
         last = path[-1]
@@ -81,9 +72,9 @@ def finite_rows(logits: Tensor) -> list[bool]:
     """Return which rows have a best token: those whose highest logit is finite. A row that
     overflowed has nan or +inf. -inf only forbids a token, but a row may forbid all of them.
 
-    An acceptance must not accept a row without a best token, because no token can follow it. The
-    path then ends at the row's parent. The parent's logits may choose the row's token as the bonus
-    token. In that case it is the root of the next pass, which raises.
+    An acceptance must not accept a row without a best token, because no token can follow it. If the
+    parent's logits choose this row's token all the same, it is the bonus token, and as the root of
+    the next pass it raises.
 
     Raises NonFiniteLogits if row 0 overflowed, and ValueError if it forbids every token.
     """

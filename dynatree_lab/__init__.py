@@ -3,7 +3,7 @@
     import dynatree_lab as lab
 
     pair = lab.load_pair()
-    result = lab.write_text(pair, "The ship sailed at dawn", "dynatree tau=0.01")
+    result = lab.write_text(pair, "She opened the door", "dynatree tau=0.01")
     print(lab.draw_tree(result.steps[3], pair.tokenizer))
 
 docs/python.md shows every name. A name is imported when it is first used, so `import dynatree_lab`
@@ -26,7 +26,7 @@ result     a text in pieces, with its steps, metrics and page; a session of seve
 folders    new checkpoints, written whole or not at all
 
 cli        the command line
-benchmark  what bench.py measures: tables, results files, figures
+benchmark  the benchmark of all methods: tables, results files, figures
 training   draft models and EAGLE heads
 """
 

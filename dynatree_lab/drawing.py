@@ -7,7 +7,7 @@ import math
 
 from tokenizers import Tokenizer
 
-from draft_tree import Tree
+from draft_tree import Tree, draw
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods.rules import are_retrieved
 
@@ -19,26 +19,14 @@ def draw_tree(step: Step, tokenizer: Tokenizer, is_colored: bool = False) -> str
     """Draw an iteration's tree, a line per node: token, p(path), * if accepted, + if retrieved."""
     if not hasattr(step, "bonus") or not isinstance(tokenizer, Tokenizer):
         raise ValueError("draw_tree takes a step of a result, and the pair's tokenizer")
-    tree, path = step.tree, step.path
-    children: list[list[int]] = [[] for _ in tree.parents]
-    for row in range(1, len(tree)):
-        children[tree.parents[row]].append(row)
-    lines: list[str] = []
 
-    def visit(row: int, lead: str, branch: str, below: str) -> None:
-        label = describe_node(tree, row, row in path, tokenizer)
-        if is_colored:
-            label = f"{ACCEPTED if row in path else REJECTED}{label}{PLAIN}"
-        lines.append(lead + branch + label)
-        for child in children[row]:
-            if child == children[row][-1]:
-                visit(child, lead + below, "`-- ", "    ")
-            else:
-                visit(child, lead + below, "|-- ", "|   ")
+    def label(row: int) -> str:
+        described = describe_node(step.tree, row, row in step.path, tokenizer)
+        if not is_colored:
+            return described
+        return f"{ACCEPTED if row in step.path else REJECTED}{described}{PLAIN}"
 
-    visit(0, "", "", "")
-    lines.append(f"bonus: {quoted(tokenizer, step.bonus)}")
-    return "\n".join(lines)
+    return f"{draw(step.tree, label)}\nbonus: {quoted(tokenizer, step.bonus)}"
 
 
 def describe_node(tree: Tree, row: int, is_accepted: bool, tokenizer: Tokenizer) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dynatree import checked_ids
-from dynatree_lab.engine.generate import Step, generate
+from dynatree_lab.engine.generate import Step, checked_ids, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.pair import Pair

@@ -1,7 +1,7 @@
 """A generated text, with all that a notebook, --json and the page show of it.
 
 pair = load_pair()
-for piece in stream_text(pair, "The ship sailed at dawn", "dynatree tau=0.01"):
+for piece in stream_text(pair, "She opened the door", "dynatree tau=0.01"):
     print(piece, end="", flush=True)
 result = write_text(pair, "The ship", "dyspec N=32", max_new_tokens=64, temperature=0.8, seed=1)
 print(result.text, result.metrics.tokens_per_iter)
@@ -21,6 +21,7 @@ from draft_tree import Settings
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
+from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
@@ -279,7 +280,7 @@ def make_command(prompt: str, request: Request) -> list[str]:
     pair, config, sampling = request.pair, request.config, request.config.sampling
     method, eos_ids = method_name(config.settings), tuple(request.eos_ids)
     is_own_eos = eos_ids not in ((), tuple(pair.target.config.eos_ids))
-    are_loaded = all(hasattr(model, "dtype") for model in pair.models)  # others are the caller's
+    are_loaded = all(map(is_fast, pair.models))  # others are the caller's
     if not method or config.commit != "keep" or is_own_eos or not are_loaded:
         return []
     options = {"--method": method, "--max-new-tokens": request.max_new_tokens}
@@ -296,7 +297,7 @@ def make_command(prompt: str, request: Request) -> list[str]:
     options["--draft-temperature"] = sampling.draft_temperature
     if config.window != FULL_ATTENTION:
         options |= {"--window": config.window.size, "--sinks": config.window.sinks}
-    words = ["dynatree.py", "--prompt", prompt]
+    words = ["python", "-m", "dynatree_lab", "--prompt", prompt]
     for name, value in options.items():
         words += [] if value is None else [name, str(value)]
     for f in fields(config.settings):

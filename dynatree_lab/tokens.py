@@ -1,7 +1,7 @@
 """Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
-ids = encode_prompt("The ship sailed at dawn", tokenizer)
+ids = encode_prompt("She opened the door", tokenizer)
 print(TextStream(tokenizer).push(ids))
 """
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 import dynatree
-from dynatree import ends_bytes, final_text
 from dynatree_lab.engine.checkpoint import CheckpointError, reading
 from dynatree_lab.errors import UsageError
 
@@ -55,6 +54,22 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
         return dynatree.encode_prompt(prompt, tokenizer)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def ends_bytes(token: int, tokenizer: Tokenizer) -> bool:
+    """Whether a token ends a run of byte tokens, such as <0xF0>, which is decoded as one. It then
+    is no byte, and not one of the tokens that decoding skips."""
+    name = tokenizer.id_to_token(token) or ""
+    return not name.startswith("<0x") and tokenizer.decode([token]) != ""
+
+
+def final_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of ids without its end that later ids may change: a run of bytes and an
+    incomplete character, which is decoded as U+FFFD."""
+    n = len(ids)
+    while n and not ends_bytes(ids[n - 1], tokenizer):
+        n -= 1
+    return tokenizer.decode(ids[:n]).rstrip("\ufffd")
 
 
 class TextStream:

@@ -13,7 +13,7 @@ python=("${PYTHON:-python3}") out=${OUT:-results} failed=0
 models=(--pair enlarged_gpu) dry="" test=""
 sizes="--n-prompts 4 --prompt-tokens 150 --max-new-tokens 128" methods=""
 if [[ ${1:-} == --dry ]]; then
-  python+=(tests/pretend_cuda) models=(--pair embedded) dry=--dry
+  python+=(tests/lab/pretend_cuda) models=(--pair embedded) dry=--dry
   sizes="--n-prompts 1 --prompt-tokens 12 --max-new-tokens 4 --columns exact"
   methods="--methods ar,auto" test=odd_width
 elif [[ $# == 2 ]]; then
@@ -30,8 +30,8 @@ step() {
 check() {
   step -m torch.utils.collect_env
   step -m tools.gpu_first_pass $dry
-  step -m pytest -o addopts= -m cuda -k "$test" tests/test_cuda.py
-  local table=(bench.py "${models[@]}" $sizes --output "$out/$name")
+  step -m pytest -o addopts= -m cuda -k "$test" tests/lab/test_cuda.py
+  local table=(-m dynatree_lab.benchmark "${models[@]}" $sizes --output "$out/$name")
   step "${table[@]}_main.jsonl" $methods
   step "${table[@]}_strict.jsonl" --methods "ar,dynatree,ar strict,dynatree strict"
   return $failed

@@ -1,7 +1,8 @@
-"""The parts of the benchmark around bench.py, which measures: tables, results files and reports.
+"""The benchmark of all methods: python -m dynatree_lab.benchmark, or dynatree-bench.
 
+measure     the measurement loop, and the program
 cases       tables of this project and of the papers (tables.toml), as rows on a dataset at a size
-plan        options of bench.py, and the cases, models and prompts that they choose
+plan        the program's options, and the cases, models and prompts that they choose
 prompts     prompts from prompts.jsonl, WikiText-2, PG-19 or a file
 enlarge     embedded pair at the cost of larger models, made once
 machine     description of the machine and the versions
@@ -12,5 +13,4 @@ results     results files: a head, and one line for every text
 report      DataFrame of the texts, tables with their columns, captions and notes
 figures     figures of a results file
 plot        command line that draws results files as PNG figures
-blocks      count of the non-empty blocks of tree masks
 """

@@ -1,6 +1,6 @@
 """The cases of a table: each is a row on one dataset at one size, with a paper's published figures.
 
-tables.toml has this project's tables and the papers'. The options of bench.py change a table's
+tables.toml has this project's tables and the papers'. The program's options change a table's
 rows, datasets and sizes.
 
     args = build_parser().parse_args(["--table", "v2-1"])

@@ -1,4 +1,4 @@
-"""The plan of a table's run: options of bench.py, and the cases, models and prompts they choose.
+"""The plan of a table's run: the options, and the cases, models and prompts they choose.
 
 plan = make_plan(build_parser().parse_args(["--methods", "ar,dynatree tau=0.02"]))
 plan.prompts["builtin"][0]  # ids
@@ -36,12 +36,12 @@ from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.errors import Parser, print_line
 from dynatree_lab.cli.options import (
-    PYTHIA,
+    PAIRS,
     add_model_options,
     embedded_head,
-    embedded_pair,
     open_pair,
     require_fit,
+    require_one_pair,
     warn_of_length,
 )
 from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
@@ -50,8 +50,7 @@ from dynatree_lab.errors import UsageError
 from dynatree_lab.pair import Pair, choose_device, choose_dtype, with_draft
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
-PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
-PAIRS |= {name: partial(enlarged_pair, name) for name in SHAPES}
+ALL_PAIRS = PAIRS | {name: partial(enlarged_pair, name) for name in SHAPES}
 PAIR_OF_TABLE = {"enlarged": "enlarged", "streamed": "enlarged_streamed"}
 STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
@@ -74,7 +73,7 @@ class Plan:
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="bench.py",
+        prog="python -m dynatree_lab.benchmark",
         description="Compare the speed of methods with ar on the same prompts.",
     )
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"
@@ -102,8 +101,7 @@ def build_parser() -> Parser:
     add("--top-p", type=float, metavar="P", help="nucleus sampling (default 1)")
     add("--seed", type=int, metavar="N", help="first random seed (default 0)")
     add("--repeats", type=count, default=1, metavar="N", help="rounds over prompts (default 1)")
-    add("--pair", choices=PAIRS, help="target and draft by name")
-    add_model_options(parser)
+    add_model_options(parser, ALL_PAIRS)
     head = "EAGLE head of rows with the word head (default: the embedded one)"
     add("--head", metavar="FOLDER", help=head)
     add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
@@ -220,8 +218,7 @@ def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
         GenerationConfig.parse("ar", temperature=hottest, **given)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    if args.pair and (args.target or args.draft):
-        raise UsageError("--pair excludes --target and --draft; use one or the other")
+    require_one_pair(args)
     if args.head and not any(case.uses_head for case in cases):
         raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
     if any(case.is_hf and case.temperature for case in cases):
@@ -237,7 +234,7 @@ def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
     if args.table == "streamed" and args.target_memory is None:
         found["target_memory"] = STREAMED_MEMORY
     if pair:
-        found["target"], found["draft"] = from_rank_0(PAIRS[pair])
+        found["target"], found["draft"] = from_rank_0(ALL_PAIRS[pair])
     for name in PATHS:
         if found[name] and os.path.exists(found[name]):
             found[name] = os.path.abspath(found[name])

@@ -47,6 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m dynatree_lab.benchmark.plot",
         description="Draw results files as PNG figures.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results file of bench.py")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results file of dynatree-bench")
     parser.add_argument("--output", metavar="FOLDER", help="another folder for the figures")
     return run_command_line(execute, parser, arguments)

@@ -1,6 +1,6 @@
-"""The program dynatree.py: a generation per prompt, streamed text, summary and reports.
+"""The full program: a generation per prompt, streamed text, summary and reports.
 
-main(["--prompt", "The ship sailed at dawn", "--method", "auto"])
+main(["--prompt", "She opened the door", "--method", "auto"])
 """
 
 import argparse
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
 from dynatree_lab.cli.errors import Parser, print_line, report_mistake, run_command_line
 from dynatree_lab.cli.options import (
+    PAIRS,
     add_method_options,
     add_model_options,
     add_sampling_options,
@@ -41,13 +42,14 @@ from dynatree_lab.request import Request
 from dynatree_lab.result import Result
 from dynatree_lab.tokens import encode_prompt
 
-DESCRIPTION = "Generate text by tree speculative decoding: dynatree.py --prompt TEXT [options]"
+PROGRAM = "python -m dynatree_lab"
+DESCRIPTION = f"Generate text by tree speculative decoding: {PROGRAM} --prompt TEXT [options]"
 EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="dynatree.py",
+        prog=PROGRAM,
         usage=argparse.SUPPRESS,
         description=DESCRIPTION,
         epilog=EXIT_STATUS,
@@ -59,7 +61,7 @@ def build_parser() -> Parser:
     add_input_options(parser.add_argument_group("input"))
     add_method_options(parser.add_argument_group("method"))
     add_sampling_options(parser.add_argument_group("sampling"))
-    add_model_options(parser.add_argument_group("models"))
+    add_model_options(parser.add_argument_group("models"), PAIRS)
     add_output_options(parser.add_argument_group("output"))
     return parser
 
@@ -285,5 +287,7 @@ def save_trace(content: dict, page: str | None, trace: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     words = sys.argv[1:] if arguments is None else arguments
-    parser.set_defaults(command=[parser.prog, *words])  # the page shows how to repeat the run
+    parser.set_defaults(
+        command=[*parser.prog.split(), *words]
+    )  # the page shows how to repeat the run
     return run_on_ranks(partial(run_command_line, partial(write, parser), parser, arguments))

@@ -7,7 +7,7 @@ Every mistake raises UsageError, whose message is one line that says what to do.
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,10 +26,14 @@ from gpt_neox import GPTNeoX
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
-def add_model_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options that `open_pair` reads."""
+def add_model_options(
+    parser: argparse._ActionsContainer, pairs: Mapping[str, Callable[[], tuple[str, str]]]
+) -> None:
+    """Add the options that `open_pair` reads. pairs: those that --pair may name."""
     add = parser.add_argument
-    add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION] (default by device)")
+    names = f"target and draft by name: {', '.join(pairs)} (default embedded)"
+    add("--pair", choices=pairs, metavar="NAME", help=names)
+    add("--target", metavar="MODEL", help="folder or hub NAME[@REVISION] (default by --pair)")
     draft = "smaller model of the same tokenizer, or folder of an EAGLE head"
     add("--draft", metavar="MODEL", help=draft)
     add("--device", help="cpu, cuda or cuda:N (default cuda if available)")
@@ -115,9 +119,14 @@ def embedded_head() -> str:
     return os.path.relpath(TINY / "eagle")
 
 
-def default_models(device: torch.device) -> tuple[str, str]:
-    """Return names of target and draft: Pythia on CUDA, the embedded pair elsewhere."""
-    return PYTHIA if device.type == "cuda" else embedded_pair()
+# Of target and draft. `pythia` is a download of 5.7 GB
+PAIRS = {"embedded": embedded_pair, "pythia": lambda: PYTHIA}
+
+
+def require_one_pair(args: argparse.Namespace) -> None:
+    """Raise UsageError for models that are named in two ways."""
+    if args.pair and (args.target or args.draft):
+        raise UsageError("--pair excludes --target and --draft; use one or the other")
 
 
 def set_threads(n: int | None, device: torch.device) -> None:
@@ -131,6 +140,7 @@ def set_threads(n: int | None, device: torch.device) -> None:
 
 def open_pair(args: argparse.Namespace, is_drafting: bool, announce: Callable[[str], None]) -> Pair:
     """Announce and load the models that the options name."""
+    require_one_pair(args)
     device = choose_device(args.device)
     set_threads(args.threads, device)
     if world_size() > 1 and device.type == "cuda":
@@ -140,7 +150,7 @@ def open_pair(args: argparse.Namespace, is_drafting: bool, announce: Callable[[s
         raise UsageError(
             "--target also needs --draft; without a draft model use --method lookup or recycle"
         )
-    target, draft = default_models(device)
+    target, draft = PAIRS[args.pair or "embedded"]()
     return load_pair(
         args.target or target,
         (args.draft or draft) if is_drafting else None,

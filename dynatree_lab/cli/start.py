@@ -1,7 +1,6 @@
 """The start of every program, before torch is imported.
 
-if __name__ == "__main__":
-    run_program("bench")
+run_program("dynatree_lab.cli.main")
 """
 
 import importlib
@@ -14,16 +13,25 @@ from pathlib import Path
 from typing import NoReturn
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+INSTALLED_PAIR = Path(__file__).parents[1] / "tiny"
 
 
-def run_dynatree() -> NoReturn:
+def run_core() -> NoReturn:
     """Run dynatree.py, as the command `dynatree` of an installed project."""
+    dynatree = importlib.import_module("dynatree")
+    if INSTALLED_PAIR.exists():  # in a clone, dynatree.py finds models/tiny
+        dynatree.TINY = INSTALLED_PAIR
+    sys.exit(dynatree.main())
+
+
+def run_lab() -> NoReturn:
+    """Run the full program, as the command `dynatree-lab`."""
     run_program("dynatree_lab.cli.main")
 
 
 def run_bench() -> NoReturn:
-    """Run bench.py, as the command `dynatree-bench` of an installed project."""
-    run_program("bench")
+    """Run the benchmark of all methods, as the command `dynatree-bench`."""
+    run_program("dynatree_lab.benchmark.measure")
 
 
 def run_program(module: str) -> NoReturn:

@@ -8,8 +8,9 @@ ends. Each step has times, cache lengths and predictions as well.
         print(step.tokens)
 """
 
+import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 
@@ -81,9 +82,15 @@ def generate(
     Raises OutOfMemory, and what dynatree.generate raises.
     """
     require_valid(draft, config, drafter=drafter, accept=accept, logprobs=logprobs)
-    ids = dynatree.checked_prompt(target.config.vocab_size, prompt, max_new_tokens)
-    end_ids = dynatree.checked_ids("eos_ids", eos_ids)
+    ids, end_ids = checked_ids("prompt", prompt), checked_ids("eos_ids", eos_ids)
+    if not ids or not 0 <= min(ids) <= max(ids) < target.config.vocab_size:
+        last = target.config.vocab_size - 1
+        raise ValueError(f"prompt must have at least one id, and all from 0 to {last}")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be an int from 1")
     own_rule = choose_rule(rule, config)
+    if own_rule.max_depth and not (draft or drafter):
+        raise ValueError("this method drafts, so it needs a draft or a drafter")
 
     n_tokens = len(ids) + max_new_tokens
     target_run, draft_run = run_target(target, own_rule, config, n_tokens), None
@@ -93,7 +100,6 @@ def generate(
     require_caches(runs)
     options = config.sampling, config.acceptance, is_recorded
     parts = compose(target_run, drafter or draft_run, own_rule, *options)
-    dynatree.require_drafter(parts.drafter, own_rule)
     limited_rule = LimitedRule(parts.rule, target_run)
     timed_drafter = TimedDrafter(parts.drafter or Drafter())
     choice = Choice(
@@ -139,6 +145,14 @@ def generate(
             began = time.perf_counter()
 
 
+def checked_ids(name: str, ids: Iterable[int]) -> list[int]:
+    """Return ids as a list. Raises ValueError, with the argument's name, if they are no ids."""
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise ValueError(f"{name} is {ids!r:.80}, it must be a sequence of token ids") from error
+
+
 def require_valid(
     draft: Model | None,
     config: GenerationConfig,
@@ -164,7 +178,8 @@ def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
     has served another text or that config does not support."""
     if rule is None:
         return config.make_rule()
-    dynatree.require_new(rule)
+    if rule.is_used:
+        raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
     with_defaults = with_attributes(rule)
     config.require_supported(with_defaults)
     rule.is_used = True

@@ -1,6 +1,6 @@
 """The generation config: method, settings, sampling, window and other options in one object.
 
-It can be parsed from words, which bench.py's rows and the command line give:
+It can be parsed from words, as rows of the benchmark and the command line have them:
 
     GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "temperature=0.8")
     GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", temperature=0.8)

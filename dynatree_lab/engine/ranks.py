@@ -5,7 +5,7 @@ trees. Only the target's layers are split (engine/tensor_parallel.py). Values th
 between processes come from rank 0: the prompt, a results file, and the times of methods/costs.py.
 Only rank 0 prints and writes files.
 
-    torchrun --nproc-per-node 2 dynatree.py --prompt "The ship sailed at dawn"
+    torchrun --nproc-per-node 2 -m dynatree_lab --prompt "She opened the door"
 
     def program() -> int:
         print(from_rank_0(os.getcwd))

@@ -15,7 +15,7 @@ has run have counts of their own, because the draft has proposed other tokens be
 initial values are too high for sampled text, because the target often draws another token than its
 likeliest.
 
-    python dynatree.py --method auto --prompt "..."
+    python -m dynatree_lab --method auto --prompt "..."
 
 Shapes: N tree rows, n rows of one level, k candidates per row.
 """

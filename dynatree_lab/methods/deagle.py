@@ -21,8 +21,8 @@ only one is 3.9 times as fast as ar. So by default E_d has a projected tail, fro
 r = S_d / S_(d-1): E_d = S_1 + ... + S_d + S_d r / (1 - r). There is no vote if r >= 1.
 `length=literal` is Eq. 26.
 
-    python dynatree.py --method deagle --set D_max=12 --prompt "..."
-    python dynatree.py --method deagle --set length=literal --prompt "..."
+    python -m dynatree_lab --method deagle --set D_max=12 --prompt "..."
+    python -m dynatree_lab --method deagle --set length=literal --prompt "..."
 
 The rows of the paper's Table 4, each vote as the only one:
 

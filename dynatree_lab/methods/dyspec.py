@@ -18,8 +18,8 @@ exact: the value of a drawn node depends neither on its own draw nor on later on
 The threshold form adds all nodes with a value of at least t, up to N. It is Algorithm 2, whose
 `while v < t` is a misprint for >=.
 
-    python dynatree.py --method dyspec --set N=32 --prompt "..."
-    python bench.py --table dyspec-1
+    python -m dynatree_lab --method dyspec --set N=32 --prompt "..."
+    python -m dynatree_lab.benchmark --table dyspec-1
 """
 
 import math

@@ -7,7 +7,7 @@ copy that reaches the end of the text continues with the tokens it has just copi
 short repetition is continued for K tokens. In transformers this is `prompt_lookup_num_tokens`, in
 llama.cpp the lookup example.
 
-    python dynatree.py --method lookup --set n=2 --prompt "..."
+    python -m dynatree_lab --method lookup --set n=2 --prompt "..."
 
 Every n-gram of the text is indexed when it is committed, so a lookup is n dictionary accesses,
 however long the text is.

@@ -12,7 +12,7 @@ Candidates are the top k, also when the text is sampled. Drawn candidates would 
 draws would decide how much a level adds, so whether another level is drafted. The nodes of that
 level could take the places of nodes above them, so draws would decide which drawn nodes are tried.
 
-    python dynatree.py --method opttree --set delta=0.2 --prompt "..."
+    python -m dynatree_lab --method opttree --set delta=0.2 --prompt "..."
 """
 
 from dataclasses import dataclass

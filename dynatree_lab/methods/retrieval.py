@@ -6,8 +6,8 @@ gives a tree at almost no cost. recycle does only this (Luo et al. 2024, Token R
 (Graft, section 3) first runs a drafting rule. It stops that rule at checkpoints if the best path is
 unlikely there, and fills the rest of the row budget from the table.
 
-    python dynatree.py --method recycle --set N=16 --prompt "..."
-    python dynatree.py --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
+    python -m dynatree_lab --method recycle --set N=16 --prompt "..."
+    python -m dynatree_lab --method graft --set base=deagle:k=4:N_max=24 --prompt "..."
 
 The probability of a successor is assumed to depend only on its rank. `p` lists the probabilities
 by rank, and the table has as many successors per token. The likeliest nodes are added first, from
@@ -17,8 +17,8 @@ The paper's other forms are settings of graft. `graft=off` only prunes, `checkpo
 grafts. Graft(ROOT) and Graft(TAIL) of section 2.2 are static trees that leave rows for retrieved
 nodes, below the root or below the ends of the branches:
 
-    python bench.py --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=root"
-    python bench.py --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=tail"
+    dynatree-bench --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=root"
+    dynatree-bench --methods "graft checkpoints=off base=fixed:N_max=24 N=32 at=tail"
 """
 
 import math

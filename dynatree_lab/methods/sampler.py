@@ -51,6 +51,10 @@ class Sampling:
     min_p: float = 0.0  # only tokens at least min_p times as likely as the likeliest one are drawn
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "draft_temperature", "min_p"):
+            value = getattr(self, name)
+            if not isinstance(value, float | int | None):
+                raise ValueError(f"{name} is {value!r}, it must be a number")
         if self.temperature != 0:
             require_positive("temperature", self.temperature)
         if self.draft_temperature is not None:

@@ -8,7 +8,7 @@ the highest sum. A child is tried after its earlier siblings, so no tree has it 
 When the text is sampled, children are drawn without replacement. The text stays exact, because the
 shape does not depend on the drawn tokens or their probabilities.
 
-    python dynatree.py --method sequoia --set N=24 --set p=0.6:0.15:0.05 --prompt "..."
+    python -m dynatree_lab --method sequoia --set N=24 --set p=0.6:0.15:0.05 --prompt "..."
 
 Shapes: D depth, k ranks, n nodes.
 """

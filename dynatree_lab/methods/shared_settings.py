@@ -8,7 +8,7 @@
 
 By default both are off, and a method is as in its paper.
 
-    python dynatree.py --method dyspec --set calibrate=on --set costs=learned --prompt "..."
+    python -m dynatree_lab --method dyspec --set calibrate=on --set costs=learned --prompt "..."
 """
 
 from dataclasses import dataclass

@@ -13,8 +13,8 @@ at its probability only to decide whether to go on. A node's children are drawn 
 unlike in specinfer's paper. A rejected token has probability 0 in the target's residual, so drawing
 it a second time could never succeed (DySpec notes this, too).
 
-    python dynatree.py --method linear --set K=8 --prompt "..."
-    python dynatree.py --method specinfer --set widths=3:2:1 --prompt "..."
+    python -m dynatree_lab --method linear --set K=8 --prompt "..."
+    python -m dynatree_lab --method specinfer --set widths=3:2:1 --prompt "..."
 """
 
 import math

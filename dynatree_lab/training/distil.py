@@ -1,7 +1,7 @@
 """Train a draft for a target: a small GPT-NeoX model or, with --eagle, an EAGLE head.
 
     python -m dynatree_lab.training.distil --target big --text x.txt --layers 2 --hidden 96 --out d
-    python dynatree.py --target big --draft d --prompt "The ship sailed at dawn"
+    python -m dynatree_lab --target big --draft d --prompt "She opened the door"
 
 A drafted token is accepted if the target agrees with it. So a draft learns the distribution of the
 target after each token of a text, and not the text's next token (draft_training.py,

@@ -1,0 +1,348 @@
+"""Benchmark of every method against ar: the measurement loop.
+
+A table is a list of cases (cases.py). A case is one row of it: a method with
+settings, such as "linear K=8", a dataset, a prompt length, a number of new tokens and a
+temperature. A round is one pass over all prompts; --repeats gives the number of rounds. A text is
+what a case generates after one prompt in one round. For each text the results file gets a line:
+case, prompt and round, metrics, and the ids of greedy text. All texts come from one process, except
+in tables of peak memory, where each text has its own. The comparison is fair for these reasons:
+
+order     all cases run on one prompt, then all on the next, and a different case comes first on
+          each prompt. So whatever slows the machine for a while slows all of them
+set-up    the models are loaded, and every case runs 8 steps (Pair.warm_up_steps), before the first
+          measured text
+seeds     sampled texts have a different seed for each prompt of a dataset and each round, the same
+          for every method. Prompts of equal number in two datasets share it
+baseline  `ar` is the target alone, one token per pass, with the same forward, cache and loop
+
+These are the main metrics. Tables show medians and quartiles over all prompts and rounds:
+
+tok/s     (tokens - 1) / seconds of all steps except the first, which is the pass over the prompt.
+          Every text has all its new tokens, because an end-of-text token does not end it
+x ar      tok/s / ar's tok/s on the same prompt in the same round
+exact     whether a greedy text has the ids of its reference: ar's text on the same prompt. The
+          reference of a row with strict or a window is ar with strict or the same window
+
+    python -m dynatree_lab.benchmark --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
+"""
+
+import argparse
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.hf import UNREPORTED_METRICS, HuggingFace
+from dynatree_lab.benchmark.memory import measure_in_new_process
+from dynatree_lab.benchmark.plan import (
+    Plan,
+    build_parser,
+    describe_tables,
+    make_plan,
+    read_options,
+    require_alone,
+)
+from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
+from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
+from dynatree_lab.benchmark.step_times import measure_step_times
+from dynatree_lab.cli.compare import first_difference, top2_gap
+from dynatree_lab.cli.errors import print_line, run_command_line
+from dynatree_lab.cli.options import overflow_note
+from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
+from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
+from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
+from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.metrics import count_calibration, measure, measure_acceptance, token_ids
+from dynatree_lab.pair import Pair
+from dynatree_lab.request import Request
+
+LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
+
+
+class Job(NamedTuple):
+    """One text to generate: a case, one of its prompts, and the round."""
+
+    case: Case
+    prompt: int  # index among the dataset's prompts
+    round: int  # one round covers all prompts
+
+    @property
+    def key(self) -> Key:
+        """The key of the text in a results file, in the order of KEYS."""
+        return *self.case.key, self.prompt, self.round
+
+
+class Bench:
+    """The measurement of one table: its plan, and its results in memory and in a file."""
+
+    def __init__(self, plan: Plan, results: Results, file: Path):
+        self.plan, self.args, self.pair = plan, plan.args, plan.pair
+        self.results, self.file = results, file
+        self.hf: HuggingFace | None = None  # runs the hf- rows; made by warm_up
+        self.setup_s: dict[Case, float] = {}
+
+    def measure_all(self) -> None:
+        """Generate the texts that the results file lacks, then compare greedy texts with ar's."""
+        jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
+        if not self.plan.is_memory_table:  # a memory table runs each text in a new process
+            self.warm_up([job.case for job in jobs])
+            self.time_passes()
+        with progress_bar(jobs) as bar:
+            for job in bar:
+                self.add(self.measure_text(job))
+        self.compare_with_references()
+
+    def add(self, line: Line) -> None:
+        """Add a line to the file, which begins with the head, and to the results."""
+        if not self.file.exists():
+            append(self.file, {"head": self.results.head})
+        append(self.file, line)
+        self.results.add(line)
+
+    def all_jobs(self) -> Iterator[Job]:
+        """Yield the jobs in order: by round, dataset, prompt and case. A different case comes first
+        on each prompt."""
+        for round_index, dataset in product(range(self.results.n_rounds), self.plan.prompts):
+            cases = [case for case in self.results.cases if case.dataset == dataset]
+            n_prompts = len(self.plan.prompts[dataset])
+            for prompt in range(n_prompts):
+                first = (round_index * n_prompts + prompt) % max(len(cases), 1)  # may be none
+                for case in cases[first:] + cases[:first]:
+                    yield Job(case, prompt, round_index)
+
+    def warm_up(self, cases: Sequence[Case]) -> None:
+        """Run the first steps of these cases, so that metrics do not include work that is done only
+        once. Record their time, and that of loading the models, as the set-up time."""
+        if any(case.is_hf for case in cases):
+            self.hf = HuggingFace(self.pair)
+        notes: list[str] = []  # of drafts that overflow
+        for case in dict.fromkeys(cases):  # without repeats
+            start = time.perf_counter()
+            steps = self.generate(Job(case, prompt=0, round=0), self.pair.warm_up_steps)
+            self.setup_s[case] = time.perf_counter() - start + self.load_seconds(case)
+            if any(step.draft_overflowed for step in steps):  # its logits were not finite
+                notes.append(overflow_note(self.pair_of(case).draft))
+        for note in dict.fromkeys(notes):  # without repeats
+            print_line(note)
+
+    def load_seconds(self, case: Case) -> float:
+        """Return the seconds that it took to load the models of a case."""
+        if case.is_hf:
+            return self.hf.load_s
+        load_s = self.pair_of(case).load_s
+        return load_s["target"] + (load_s["draft"] if case.is_drafting else 0.0)
+
+    def pair_of(self, case: Case) -> Pair:
+        """Return the pair that generates the texts of a case."""
+        return self.plan.eagle_pair if case.uses_head else self.pair
+
+    def time_passes(self) -> None:
+        """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
+        of the cases, if the report needs these times or predicts speeds from them."""
+        head = self.results.head
+        is_shown = head["table"] == "steps" or "predicted" in head["columns"]
+        # The report of a streamed target shows its time of a pass over the draft's
+        is_shown |= self.pair.target_memory is not None
+        if is_shown and not self.results.step_times:
+            times = measure_step_times(
+                self.pair.target,
+                self.pair.draft,
+                self.plan.pass_context,
+                max_rows=largest_pass(self.results.cases),
+                graphs=not self.args.no_graphs,
+            )
+            self.add({"step_times": asdict(times)})
+
+    def generate(self, job: Job, n_steps: int | None = None) -> list[Step]:
+        """Return the steps of a text, or only the first n_steps.
+
+        A step has its new tokens and the wall-clock milliseconds that it took, including the work
+        of the device. The metrics add up these times, without the time between steps.
+        """
+        case, prompt_ids = job.case, self.prompt_ids(job)
+        if case.is_hf:
+            return self.hf.decode(case.method, prompt_ids, case.new_tokens, n_steps)
+        seed, graphs = self.seed_of(job), not self.args.no_graphs
+        config = case.generation_config(self.args.top_p, seed, graphs)
+        # A request without EOS ids generates all new tokens
+        request = Request(self.pair_of(case), prompt_ids, config, case.new_tokens)
+        return list(islice(request.decode(), n_steps))
+
+    def prompt_ids(self, job: Job) -> list[int]:
+        return self.plan.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
+
+    def seed_of(self, job: Job) -> int:
+        """Return the seed of a text: different for each prompt of a dataset and each round, equal
+        for all cases. Prompts of equal number in two datasets share it."""
+        n_prompts = len(self.plan.prompts[job.case.dataset])
+        return (self.args.seed or 0) + job.round * n_prompts + job.prompt
+
+    def measure_text(self, job: Job) -> Line:
+        """Generate a text and return its line of the results file."""
+        case, prompt_ids = job.case, self.prompt_ids(job)
+        line = dict(zip(KEYS, job.key, strict=True))
+        if self.plan.is_memory_table:
+            metrics, ids = measure_in_new_process(self.args, case, prompt_ids, self.seed_of(job))
+            line |= metrics
+        else:
+            steps = self.generate(job)
+            ids = token_ids(steps)
+            line |= self.metrics_of(job, steps) | {"setup_s": self.setup_s[case]}
+        if case.temperature > 0:  # sampled texts are not compared, so their ids are not kept
+            return line
+        return line | self.results.ids_fields(ids)  # a digest, and the ids if they are new
+
+    def metrics_of(self, job: Job, steps: Sequence[Step]) -> Line:
+        """Return the metrics and counts of a text. `throughput` of measure() is tok/s in tables."""
+        case = job.case
+        found: Line = asdict(measure(steps))
+        del found["new_tokens"]  # already in the line's key
+        if case.is_hf:
+            return {name: value for name, value in found.items() if name not in UNREPORTED_METRICS}
+        config = case.generation_config()
+        found |= measure_acceptance(steps, config.settings)
+        is_greedy, is_first = case.temperature == 0, job.round == 0
+        if is_greedy and not is_first:  # every round of greedy text has the same counts
+            del found["depths"]
+        if is_first and is_greedy:  # sampled text accepts other tokens than the best
+            found["calibration"] = count_calibration(steps)
+        if self.results.step_times and has_timed_passes(case):
+            found["predicted_ms"] = self.results.step_times.predict_ms(self.pair, config, steps)
+        return found
+
+    def compare_with_references(self) -> None:
+        """Record where greedy texts differ from their reference: the first different token, and the
+        gap between the target's two best logits there. A tiny gap means a tie and not a bug.
+
+        The gap is computed in float32. The comparison comes last, so that a float32 copy of the
+        target takes no memory while texts are measured.
+        """
+        jobs = {job.key: job for job in self.all_jobs()}
+        texts = text_frame(self.results)  # pandas, with the columns key and is_different
+        for key in texts[texts.is_different].key:
+            if key in self.results.differences:
+                continue
+            job = jobs[key]
+            reference = job._replace(case=replace(job.case, row=job.case.reference))
+            digests = (self.results.texts[each.key]["ids_digest"] for each in (job, reference))
+            ids, reference_ids = map(self.results.ids.get, digests)
+            at = first_difference(ids, reference_ids)
+            # Rows that begin with hf- have no config
+            window = FULL_ATTENTION if job.case.is_hf else job.case.generation_config().window
+            gap = top2_gap(self.pair, self.prompt_ids(job) + reference_ids[:at], window)
+            line = dict(zip(KEYS, key, strict=True)) | {"at": at, "gap": gap}
+            self.add({"difference": line})
+
+
+def has_timed_passes(case: Case) -> bool:
+    """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
+    model, without strict mode and window."""
+    config = case.generation_config()
+    return not config.strict and config.window == FULL_ATTENTION and not case.uses_head
+
+
+def largest_pass(cases: Sequence[Case]) -> int:
+    """Return the rows of the largest target pass of these cases, padded as passes on CUDA are."""
+    rules = [case.generation_config().make_rule() for case in cases if not case.is_hf]
+    rows = [max(rule.max_verified, rule.min_rows) for rule in rules]
+    return round_up_rows(max([SMALL_PASS, *rows]))
+
+
+def progress_bar(jobs: Sequence[Job]) -> tqdm:
+    """Return an iterable over the jobs that shows progress on stderr: at once on a terminal, else
+    every LOG_S seconds. At the end it clears a terminal's line, and ends the line of a log."""
+    if sys.stderr.isatty():
+        return tqdm(jobs, leave=False, unit="text")
+    return tqdm(jobs, unit="text", mininterval=LOG_S, delay=LOG_S)
+
+
+def run_table(bench: Bench) -> int:
+    """Measure a table and print it, also if the run is interrupted or fails.
+
+    Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
+    float32 text differs without a tie; else 0.
+    """
+    try:
+        bench.measure_all()
+    except KeyboardInterrupt:
+        print_line("interrupted")
+        return 130
+    finally:
+        if bench.results.texts or bench.results.step_times:
+            print_table(bench.results, bench.results.head["columns"], bench.args.format)
+            print_line(f"results in {bench.file}{resume_hint(bench)}")
+    return 0 if is_exact(bench.results) else 1
+
+
+def resume_hint(bench: Bench) -> str:
+    """Return the end of a message: how many texts are missing, and the command that measures them.
+    It is empty if none is missing."""
+    n_missing, n_ranks = bench.results.n_missing, world_size()
+    if not n_missing:
+        return ""
+    start = ["torchrun", "--nproc-per-node", str(n_ranks)] if n_ranks > 1 else ["python"]
+    words = [*start, "-m", "dynatree_lab.benchmark", f"--resume={bench.file}"]
+    return f"; {n_missing} texts are missing; resume with: {shlex.join(words)}"
+
+
+def print_table(results: Results, columns: Sequence[str], table_format: str) -> None:
+    """Print the table of a results file. table_format: text or markdown."""
+    if table_format == "markdown":
+        print(markdown_report(results, columns), flush=True)
+    else:
+        print(text_report(results, columns, shutil.get_terminal_size().columns), flush=True)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
+    if args.tables:
+        require_alone(args, "--tables")  # raises UsageError for other options
+        print(describe_tables())
+        return 0
+    if args.show is not None:
+        require_alone(args, "--show", "--columns", "--format")
+        results = load(args.show)
+        print_table(results, args.columns or results.head["columns"], args.format)
+        return 0
+    if args.resume is not None:
+        require_alone(args, "--resume", "--format")
+        return resume_table(args)
+    return measure_table(args)
+
+
+def measure_table(args: argparse.Namespace) -> int:
+    """Measure a table into a new file, which the first text makes. Raises UsageError."""
+    name = f"run_{datetime.now():%Y%m%d-%H%M%S}_{args.table}.jsonl"
+    file = Path(args.output or Path("results", name))
+    with writing(file):
+        exists = from_rank_0(file.exists)
+    if exists:
+        raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
+    plan = make_plan(args)
+    return run_table(Bench(plan, Results(plan.head), file))
+
+
+def resume_table(args: argparse.Namespace) -> int:
+    """Measure the texts that a results file lacks, with the options that it was made with. Raises
+    UsageError if prompts, models or machine are different now."""
+    file = Path(args.resume)
+    results = from_rank_0(load, file)
+    options = read_options(results.head)
+    options.format = args.format
+    plan = make_plan(options, results)
+    drop_partial_line(file)
+    return run_table(Bench(plan, results, file))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_on_ranks(partial(run_command_line, execute, build_parser(), arguments))
