@@ -1,352 +1,197 @@
-"""Tests of bench.py: a table end to end, fairness, exactness, resuming, and error messages."""
+"""Tests of bench.py: a table end to end, what makes it fair, exactness, and errors of one line."""
 
-import functools
-import io
 import json
-import math
 import re
 import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Captured, error_line, override, random_model
-from test_results import make_head, rows_of, write_results
+from small import TINY, Captured, error_line, random_model, run
 
 import bench
-from bench import Bench, Job, main
-from draft_tree import Tree
-from dynatree_lab.benchmark.cases import Case
-from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
-from dynatree_lab.benchmark.report import text_report
-from dynatree_lab.benchmark.results import Line, Results, key_of, load
-from dynatree_lab.benchmark.step_times import measure_step_times
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
-from dynatree_lab.engine.memory import OutOfMemory
-from dynatree_lab.methods.eagle import EagleHead
-from dynatree_lab.pair import Pair
-from dynatree_lab.request import Request
+from bench import ROWS, Text, find_difference, main, make_table
+from draft_tree import DynaTree
+from dynatree import Metrics, measure
 
-DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
-QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6", "--threads", "1"]
-QUICK += ["--target", DRAFT, "--draft", DRAFT]  # the smaller model for both; any text will do
-BRIEF = [*QUICK, "--methods", "ar,linear", "--device", "cpu"]
-# Three of these have a prediction: passes are timed without strict and window
-ROWS = ["ar", "dynatree", "linear rebuild", "recycle", "linear strict", "linear window=64 sinks=2"]
+DRAFT = str(TINY / "draft")
+QUICK = ["--target", DRAFT, "--draft", DRAFT, "--max-new-tokens", "6"]
+ONE = [*QUICK, "--prompt", "The ship sailed"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_round() -> Iterator[None]:
-    """Time single passes only once, to save time."""
-    with pytest.MonkeyPatch.context() as patch:
-        quick = functools.partial(measure_step_times, n_rounds=1)
-        patch.setattr(bench, "measure_step_times", quick)
-        yield
+def cells(table: str) -> list[list[str]]:
+    """Return the cells of a Markdown table, without the line below its head."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [rows[0], *rows[2:]]
 
 
-def run_bench(file: Path, words: Sequence[str], *later: str) -> tuple[Results, str]:
-    """Run bench.py, which must succeed, and return its results and what it printed. The later
-    options replace those of the same names."""
-    with redirect_stdout(io.StringIO()) as printed:
-        assert main(override(words, *later, "--output", str(file))) == 0
-    return load(file), printed.getvalue()
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str, Path]:
-    """Return the results of two rounds of ROWS, what bench.py printed, and the file."""
-    file = tmp_path_factory.mktemp("measured") / "r.jsonl"
-    options = ["--methods", ",".join(ROWS), "--columns", "predicted, exact", "--repeats", "2"]
-    return *run_bench(file, BRIEF, *options), file
-
-
-def test_a_table_has_every_text(measured: tuple[Results, str, Path], capsys: Captured) -> None:
-    """Check that each text is there, and equal to its own ar's, and that --show prints the table
-    again."""
-    results, printed, file = measured
-    assert len(results.texts) == len(results.cases) * 2 * 2 and not results.n_missing
-    assert not results.differences and all(len(line) <= 80 for line in printed.splitlines())
-    assert results.head["machine"]["commit"]
-    for text in results.texts.values():
-        assert len(results.ids[text["ids_digest"]]) == 6 and text["setup_s"] > 0
-        assert ("depths" in text) == (text["round"] == 0), "equal in later rounds"
-        assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
-    cells = {row[0]: row[1:] for row in rows_of(results, "predicted", "exact")[1:]}
-    assert list(cells) == [case.row for case in results.cases]
-    assert all(label in printed for label in cells)
-    assert [cells[row][1] for row in ROWS] == ["", *["4/4"] * 5]
-    assert [row for row in cells if cells[row][0]] == ["dynatree", "linear rebuild", "recycle"]
-    assert "A strict row is compared" in printed and "A row with a window is compared" in printed
-    assert main(["--show", str(file)]) == 0 and capsys.readouterr().out == printed
-
-
-def test_cases_take_turns(measured: tuple[Results, str, Path]) -> None:
-    """Check that every case runs on one prompt before the next prompt, and that each time another
-    one comes first."""
-    results, *_ = measured
-    rows = [case.row for case in results.cases]
-    order = [(text["round"], text["prompt"], text["row"]) for text in results.texts.values()]
-    for i, place in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
-        part = order[i * len(rows) : (i + 1) * len(rows)]
-        assert part == [(*place, row) for row in rows[i:] + rows[:i]]
-
-
-def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
-    """Check that the rows of one table use their own drafts, and that a head as --draft is timed
-    and named. A row with the word head has no prediction."""
-    options = ["--target", str(TINY / "target"), "--methods", "linear,linear head"]
-    plan = make_plan(build_parser().parse_args(override(BRIEF, *options)))
-    table = Bench(plan, Results(plan.head), tmp_path / "a.jsonl")
-    drafts = [table.pair_of(case).draft for case in table.results.cases]
-    assert [isinstance(draft, EagleHead) for draft in drafts] == [False, False, True]
-    texts = [table.generate(Job(case, 0, 0)) for case in table.results.cases[1:]]
-    of_draft, of_head = ([step.tree.tokens for step in text] for text in texts)
-    assert of_draft[1][0] == of_head[1][0] and of_draft[1] != of_head[1]
-    assert [bench.has_timed_passes(case) for case in table.results.cases] == [True, True, False]
-    assert text_report(table.results, [], 999).count("models/tiny/draft and models/tiny/eagle") == 1
-    options = ["--target", str(TINY / "target"), "--draft", HEAD, "--n-prompts", "1"]
-    options += ["--table", "deagle-2", "--temperature", "0", "--dataset", "builtin"]
-    results, printed = run_bench(tmp_path / "b.jsonl", BRIEF, *options, "--columns", "predicted")
-    assert "here: models/tiny/eagle, WikiText-2" in " ".join(printed.split())
-    assert min(results.step_times.draft_ms) > 0
-
-
-@pytest.mark.parametrize("table", ["steps", "memory"])
-def test_a_table_of_another_kind(table: str, tmp_path: Path) -> None:
-    """Check the tables of single passes and of peak memory, which has one process per text."""
-    words = ["--table", table, "--n-prompts", "1", *(["--methods", "ar"] * (table == "memory"))]
-    results, printed = run_bench(tmp_path / "r.jsonl", QUICK, *words)
-    assert len(results.texts) == len(results.cases) == (table == "memory")
-    if table == "steps":
-        assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert len(printed.split("\n\n")[1].splitlines()) == 9
-    for text in results.texts.values():
-        assert text["peak_mb"] > 50 and "setup_s" not in text and len(text["ids"]) == 6
-
-
-def test_passes_are_timed_up_to_the_largest_one() -> None:
-    def largest(*rows: str) -> int:
-        return bench.largest_pass([Case(row, "builtin", 150, 128, 0.0) for row in rows])
-
-    assert largest("ar", "dynatree", "hf-ar") == 128
-    assert largest("ar", "dyspec N=300", "fixed N_max=129") == 384
-    assert largest("ar rows=513") == 768
-
-
-def test_every_sampled_text_has_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that the seed depends on prompt and round, not on the case. No ids of sampled texts are
-    stored, because they are not compared."""
-    seeds = []
-
-    def note(pair: Pair, prompt: list[int], config: GenerationConfig, n: int) -> Request:
-        seeds.append(config.sampling.seed)
-        return Request(pair, prompt, config, n)
-
-    monkeypatch.setattr(bench, "Request", note)
-    options = ["--temperature", "1", "--seed", "7", "--repeats", "2"]
-    results, _ = run_bench(tmp_path / "r.jsonl", BRIEF, *options)
-    assert seeds[2:] == [7, 7, 8, 8, 9, 9, 10, 10]  # the first two are the warm-up's
-    kept = {name for text in results.texts.values() for name in text}
-    assert not results.ids and not kept & {"ids", "ids_digest", "calibration"}
-
-
-def end_at(n: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the n-th text of a table raise an error."""
-    real = Bench.measure_text
-
-    def measure(self: Bench, job: Job) -> Line:
-        if len(self.results.texts) == n - 1:
-            raise error
-        return real(self, job)
-
-    monkeypatch.setattr(Bench, "measure_text", measure)
-
-
-def test_an_interrupted_table_keeps_its_results(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Check that an interrupted table is shown, and that the printed command resumes it, also after
-    a crash that left half a line, and in another folder."""
-    monkeypatch.chdir(tmp_path)
-    Path("p.jsonl").write_text('{"prompt": "One text"}\n{"prompt": "Another text"}')
-    file = tmp_path / "-my results.jsonl"
-    options = [*BRIEF, "--repeats", "2", "--prompts", "p.jsonl"]
-    with monkeypatch.context() as patch:
-        end_at(6, KeyboardInterrupt(), patch)
-        assert main([*options, f"--output={file.name}"]) == 130
+def test_a_table_has_every_row(capsys: Captured, tmp_path: Path) -> None:
+    """Check the table, the progress and the lines of --json. A row may be one's own."""
+    own, file = "tau=0.02 N_max=8", tmp_path / "texts.jsonl"
+    options = ["--rows", "chain", "--row", own, "--rounds", "2", "--json", str(file)]
+    assert main([*ONE, *options]) == 0
     captured = capsys.readouterr()
-    assert re.search("interrupted\nresults in .*; 3 texts are missing", captured.err)
-    assert "UNFINISHED" in captured.out
-    done = list(load(file).texts.values())
-    assert len(done) == 5
-    with file.open("a") as stream:
-        stream.write('{"row":"lin')
-    python, script, *words = shlex.split(captured.err.rpartition("resume with: ")[2])
-    assert python == "python" and Path(script).resolve() == Path(bench.__file__).resolve()
-    assert words == [f"--resume={file.name}"]
-    Path("below").mkdir()
-    monkeypatch.chdir("below")
-    assert main([f"--resume={file}"]) == 0
-    resumed = load(file)
-    monkeypatch.chdir(tmp_path)
-    whole, _ = run_bench(tmp_path / "whole.jsonl", options)
-    assert list(resumed.texts.values())[:5] == done and resumed.ids == whole.ids
-    assert list(resumed.texts) == list(whole.texts)
-    assert main([f"--resume={file}"]) == 0 and load(file) == resumed, "a text was measured again"
+    head, ar, *others = cells(captured.out)
+    assert head == ["row", "tok/s", "x ar (quartiles)", "tokens/iter", "rows/tree", "exact"]
+    assert (ar[0], *ar[2:]) == ("ar", "1.00 (1.00 to 1.00)", "1.00", "1.0", "2 of 2")
+    assert [row[0] for row in others] == ["chain", own]
+    assert all(row[-1] == "2 of 2" and float(row[3]) > 1 for row in others)
+    assert "compare those of parts with --rounds 3" in captured.out
+    assert "prompt 1, ar: 6 tokens, " in captured.err and "\n6/6 prompt 1, " in captured.err
+    texts = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [text["row"] for text in texts] == ["ar", "chain", own, "chain", own, "ar"]
+    assert [text["round"] for text in texts] == [0] * 3 + [1] * 3
+    assert len({tuple(text["metrics"]["ids"]) for text in texts}) == 1
+    assert texts[0]["metrics"].keys() == {"ids", "rate", "tokens_per_iter", "rows_per_tree"}
 
 
-def test_a_table_without_a_text_leaves_no_file(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_median_and_its_quartiles_are_those_of_the_pairs() -> None:
+    """Check that each text is compared with ar on the same prompt in the same round."""
+    rates = {"ar": [100, 200, 50, 10], "tree": [150, 200, 100, 30]}
+    texts = [
+        Text(row, i % 2, i // 2, Metrics([7, i + (row == "tree" and i == 3)], rate, 2.0 + i, 9.0))
+        for row, values in rates.items()
+        for i, rate in enumerate(values)
+    ]
+    _, ar, tree = cells(make_table(texts, is_greedy=True))
+    assert ar == ["ar", "75.0", "1.00 (1.00 to 1.00)", "3.50", "9.0", "4 of 4"]
+    assert tree == ["tree", "125.0", "1.75 (1.38 to 2.25)", "3.50", "9.0", "3 of 4"]
+    assert cells(make_table(texts, is_greedy=False))[2][-1] == "-"
+
+
+def test_rows_take_turns_with_a_seed_for_each_prompt_and_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Captured
 ) -> None:
-    end_at(1, OutOfMemory("too large"), monkeypatch)
-    line = error_line(capsys, main, [*BRIEF, "--output", str(tmp_path / "r.jsonl")])
-    assert "error: too large; these lower it: a 16-bit --dtype" in line
-    assert not list(tmp_path.iterdir())
+    """Check the order, which the docstring of bench.py promises, and that the warm-up is first."""
+    (tmp_path / "prompts").write_text("One text\n\nAnother text\n")
+    calls: list[tuple[str, int, int, int]] = []
+    real = bench.Bench.measure
+
+    def note(self: bench.Bench, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
+        calls.append((row, prompt, seed, max_new_tokens))
+        return real(self, row, prompt, seed, max_new_tokens)
+
+    monkeypatch.setattr(bench.Bench, "measure", note)
+    words = f"--prompts {tmp_path}/prompts --rows tree,+prune --rounds 2 --temperature 1 --seed 7"
+    assert main([*QUICK, *words.split()]) == 0
+    rows = ["ar", "tree", "+prune"]
+    assert calls[:3] == [(row, 0, 0, 8) for row in rows]
+    for turn, prompt in enumerate([0, 1, 0, 1]):
+        first = turn % 3
+        expected = [(row, prompt, 7 + turn, 6) for row in rows[first:] + rows[:first]]
+        assert calls[3 + 3 * turn :][:3] == expected
+    out = capsys.readouterr().out
+    assert {row[-1] for row in cells(out)[1:]} == {"-"} and "Sampled texts are not compared" in out
 
 
-def test_resume_refuses_other_conditions(
-    measured: tuple[Results, str, Path], capsys: Captured, tmp_path: Path
-) -> None:
-    results, head = measured[0], measured[0].head
-    for message, changed in (
-        ("torch was 1.0 and is", {"machine": head["machine"] | {"torch": "1.0"}}),
-        ("the prompts have changed", {"prompts_sha256": "0"}),
-        ("the columns have changed", {"columns": ["speedup"]}),
-        ("the cases have changed", {"cases": [asdict(results.cases[0])]}),
-    ):
-        file = write_results(tmp_path / "r.jsonl", [], head | changed)
-        before = file.read_bytes()
-        line = error_line(capsys, main, ["--resume", str(file)])
-        assert f"--resume: {message}" in line and "; use the same conditions" in line
-        assert file.read_bytes() == before
+def test_each_row_has_one_part_more() -> None:
+    """Check the rows from tree to +history, which differ in nothing else."""
+    names = ["tree", "+prune", "+breadth", "+depth", "+history"]
+    parts = ["prune", "adapt_breadth", "adapt_depth", "history"]
+    for above, below, part in zip(names[:-1], names[1:], parts, strict=True):
+        assert getattr(ROWS[below], part) and replace(ROWS[below], **{part: False}) == ROWS[above]
+    assert ROWS["dynatree"] == DynaTree()
 
 
-def test_a_text_that_differs_from_its_reference(
-    measured: tuple[Results, str, Path], capsys: Captured, tmp_path: Path
-) -> None:
-    """Check that a difference is recorded once, with its gap, and ends in status 1. test_results.py
-    has the differences that are none: ties, and those of rounding in half precision."""
-    results = measured[0]
-    lines = [{"step_times": asdict(results.step_times)}]
-    lines += [line | {"ids": results.ids[line["ids_digest"]]} for line in results.texts.values()]
-    (text,) = [line for line in lines[1:] if key_of(line)[::5] == ("recycle", 1) and line["round"]]
-    text["ids"] = [*text["ids"][:2], text["ids"][2] + 1, *text["ids"][3:]]
-    text["ids_digest"] = "another"
-    file = write_results(tmp_path / "r.jsonl", lines, results.head)
-    for _ in range(2):
-        assert main(["--resume", str(file)]) == 1
-        printed = " ".join(capsys.readouterr().out.split())
-        where = "on 1 of 4 texts (first prompt: 1, earliest token: 2, top-2 gap in float32: at most"
-        assert f"recycle differs from ar {where}" in printed and "3/4" in printed
-        ((key, difference),) = load(file).differences.items()
-        assert key == key_of(text) and difference["at"] == 2 and difference["gap"] > 0
-    assert file.read_text().count('"difference":') == 1, "the gap was measured twice"
+def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change an id of every text of more than one token per iteration."""
+
+    def measure_wrong(*arguments: object) -> Metrics:
+        found = measure(*arguments)
+        if found.rows_per_tree > 1:
+            found.ids[2] += 1
+        return found
+
+    monkeypatch.setattr(bench, "measure", measure_wrong)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--table none", "--table is 'none', it must be one of main, "),
-        ("--table dyspec-5", "is not available: it needs an attention kernel"),
-        ("--output /dev/null", "/dev/null exists already; use another name, or --resume"),
-        (f"--methods ar --output none/{'x' * 300}", "cannot be written: File name too long"),
-        ("--methods none", "method is 'none', it must be one of ar, "),
-        ("--methods ar,,fixed", "--methods: a row is empty"),
-        ("--methods fixed,fixed", "--methods: 'fixed,fixed' has an item twice"),
-        ("--methods 'fixed X=1'", "has no 'X'"),
-        ("--methods 'hf-ar D=1'", "method is 'hf-ar D=1'"),
-        ("--methods 'linear window=5'", "linear window=5: window is 5, it must be from 6 to"),
-        ("--methods 'lookup head'", "lookup head: lookup uses no draft model; remove head"),
-        ("--methods 'linear token'", "linear token: greedy text has only one acceptance"),
-        ("--head none", "--head none has no effect: no row has the word head"),
-        ("--columns none", "column is 'none', it must be one of throughput, "),
-        ("--dataset none", "--dataset is 'none', it must be one of builtin, wikitext2"),
-        ("--prompts x --dataset pg19", "argument --dataset: not allowed with argument --prompts"),
-        ("--pair pythia --draft b", "--pair excludes --target and --draft"),
-        (f"--table v2-fig8 --prompts {ROOT}/LICENSE", "no prompt of 1000 tokens or more"),
-        ("--max-new-tokens 0", "--max-new-tokens: 0 is not a whole number of at least 1"),
-        ("--max-new-tokens 999999999999", "these lower it: a 16-bit --dtype, fewer --max-new-toke"),
-        ("--n-prompts x", "--n-prompts: x is not a whole number of at least 1"),
-        ("--temperature nan", "ar: temperature is nan, it must be"),
-        ("--seed 1", "seed needs a temperature above 0"),
-        ("--hf --temperature 1", "only greedy text; use temperature 0"),
-        ("--show none.jsonl --repeats 2 --max-new-tokens 3", "--max-new-tokens, --repeats: no eff"),
-        ("--resume none.jsonl", "none.jsonl cannot be read: No such file"),
-        (f"--show {ROOT}/LICENSE", "LICENSE is no results file: it does not begin with a head"),
-    ],
-)
-def test_mistakes(
-    arguments: str,
-    message: str,
+EXACTNESS = [  # options, the gap that is pretended (None: the target's own), the exit status
+    ([], None, 1),
+    ([], 2e-4, 1),
+    ([], 5e-5, 0),
+    (["--dtype", "bfloat16"], 1.0, 0),
+    (["--temperature", "1"], 1.0, 0),
+]
+
+
+@pytest.mark.parametrize(("options", "gap", "status"), EXACTNESS)
+def test_a_wrong_text_is_status_1_but_a_near_tie_is_not(
+    options: list[str],
+    gap: float | None,
+    status: int,
     capsys: Captured,
     monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil(monkeypatch)
+    if gap is not None:
+        monkeypatch.setattr(bench, "find_difference", lambda *arguments: (2, gap))
+    assert main([*ONE, "--rows", "tree", *options]) == status
+    captured = capsys.readouterr()
+    if "--temperature" not in options:
+        assert cells(captured.out)[2][-1] == "0 of 1"
+        where = "prompt 1, tree: the ids differ from token 2 on, where the top-2 gap is "
+        assert re.search(f"^{where}[\\d.e-]+$", captured.err, re.MULTILINE)
+
+
+def test_a_difference_is_found_with_its_gap() -> None:
+    model = random_model(3)
+    logits = run(model, [1, 2, 7, 8])[-1]
+    best, second = logits.sort(descending=True).values[:2].tolist()
+    found = find_difference(model, [1, 2], [7, 8, 9, 5], [7, 8, 6, 5])
+    assert found == (2, pytest.approx(best - second, abs=1e-4))
+
+
+def test_prompts_may_be_text_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('One text\n{"prompt": "A text, \\"quoted\\"", "id": 3}\n  \n', "utf-8")
+    args = bench.parse_arguments(["--prompts", str(file)])
+    assert bench.choose_prompts(args) == ["One text", 'A text, "quoted"']
+    assert bench.choose_prompts(bench.parse_arguments(["--prompt", "x"])) == ["x"]
+    assert len(bench.choose_prompts(bench.parse_arguments([]))) == 8
+
+
+MISTAKES = [  # options, the text of a file named `prompts`, words of the error line
+    ("--rows none", "a", "--rows none: a row must be one of ar, chain, tree, "),
+    ("--row tau=x", "a", "tau=x: tau must be of type float"),
+    ("--row 'N_max=8 W=0'", "a", "W is 0, it must be from 1 to 1000"),
+    ("--prompts nowhere", "a", "nowhere"),
+    ("--prompts prompts", " \n", "prompts has no prompt"),
+    ("--prompts prompts", '{"text": "a"}', "prompts: a line is no object with `prompt`"),
+    ("--prompts prompts", "{", "prompts: a line is no object with `prompt`"),
+    ("--prompt ''", "a", "the prompt is empty"),
+    ("--max-new-tokens 0", "a", "max_new_tokens is 0, it must be at least 1"),
+    ("--temperature -1", "a", "temperature is -1.0, it must be above 0"),
+    ("--json no/such/folder/x", "a", "no/such/folder/x"),
+    ("--target x", "a", "--target needs a --draft"),
+]
+
+
+@pytest.mark.parametrize(("options", "text", "words"), MISTAKES)
+def test_a_mistake_is_one_line(
+    options: str,
+    text: str,
+    words: str,
+    capsys: Captured,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert message in error_line(capsys, main, shlex.split(arguments))
+    Path("prompts").write_text(text)
+    models = [] if "--target" in options else QUICK
+    assert words in error_line(capsys, main, [*models, *shlex.split(options)])
 
 
-def test_setup_time_counts_only_the_models_that_a_method_loads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Use a stand-in for transformers that repeats the prompt's first id. Its steps have no draft,
-    so its texts have no draft metrics."""
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Check that --json has the texts so far."""
+    file = tmp_path / "texts.jsonl"
+    real = bench.Bench.measure
 
-    class Repeating:
-        def __init__(self, pair: Pair):
-            self.load_s = 20.0
-
-        def decode(self, name: str, prompt: list[int], n_new: int, n_steps: int | None) -> list:
-            tree = Tree.from_root(0)
-            return [Step([prompt[0]], tree, [0], verify_ms=1.0) for _ in range(n_steps or n_new)]
-
-    monkeypatch.setattr(bench, "HuggingFace", Repeating)
-    load_s = {"target": 50.0, "draft": 100.0}
-    pair = Pair(random_model(0), random_model(1), None, Path(), None, load_s)
-    cases = [Case(row, "builtin", 2, 4, 0.0) for row in ("ar", "linear", "hf-ar")]
-    head, args = make_head(cases, 1), build_parser().parse_args([])
-    plan = Plan(args, head, pair, None, {"builtin": [[3, 1]]}, 2, False)
-    table = Bench(plan, Results(head), tmp_path / "r.jsonl")
-    table.warm_up(cases)
-    ar, linear, hf = table.setup_s.values()
-    assert 20 <= hf < 50 <= ar < 100 <= linear
-    text = table.measure_text(Job(cases[2], 0, 0))
-    assert text["ids"] == [3] * 4 and text["throughput"] == 1000 and text["setup_s"] == hf
-    unknown = {"drafted_per_iter", "acceptance_rate", "depths", "draft_ms", "top1_match"}
-    assert not unknown & text.keys()
-
-
-def test_a_tables_line_in_a_log_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a log file of both streams, which shows every progress line of an interrupted bar. The
-    table once began on the rest of the bar."""
-    log = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", log)
-    monkeypatch.setattr(bench, "LOG_S", 0.0)
-    jobs = [Job(Case("ar", "", 1, 1, 0.0), n, 0) for n in range(3)]
-    with pytest.raises(KeyboardInterrupt), bench.progress_bar(jobs) as bar:
-        for _ in bar:
+    def stop(self: bench.Bench, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
+        if row == "chain" and max_new_tokens == 6:  # not in the warm-up
             raise KeyboardInterrupt
-    assert "text" in log.getvalue() and log.getvalue().endswith("\n")
+        return real(self, row, prompt, seed, max_new_tokens)
 
-
-def test_notes_before_a_table(capsys: Captured) -> None:
-    """Check two notes: too few prompts that reach every length, and more tokens than the target was
-    trained for."""
-    options = ["--n-prompts", "13", "--prompt-tokens", "4,20", "--max-new-tokens", "3000"]
-    plan = make_plan(build_parser().parse_args(override(BRIEF, *options)))
-    said = capsys.readouterr().err
-    assert "note: builtin has 12 prompts of 20 tokens or more, not 13\n" in said
-    assert "warning: 3020 tokens in all; the target was trained" in said
-    assert plan.head["n_prompts"] == {"builtin": 12} and plan.head["prompts"] == "builtin"
-    assert [len(prompt) for prompt in plan.prompts["builtin"]] == [20] * 12
-    assert json.loads(json.dumps(plan.head)) == plan.head
-
-
-def test_tables_and_columns_are_listed(capsys: Captured) -> None:
-    assert main(["--tables"]) == 0
-    listed = capsys.readouterr().out
-    assert all(f"\n  {name} " in listed for name in ("ablation", "v2-1", "dyspec-5", "predicted"))
+    monkeypatch.setattr(bench.Bench, "measure", stop)
+    assert main([*ONE, "--rows", "chain", "--json", str(file)]) == 130
+    assert json.loads(file.read_text())["row"] == "ar"

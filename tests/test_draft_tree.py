@@ -9,80 +9,30 @@ p < tau is neither added nor counted. Both use a draft whose logits depend only 
 
 import math
 import random
+import re
 from collections import Counter, deque
 from dataclasses import replace
-from zlib import crc32
 
 import numpy
 import pytest
 import torch
-from conftest import grow, random_settings, top_k
-from torch import Tensor
-
-from draft_tree import (
-    Candidates,
-    DynaTree,
-    DynaTreeRule,
-    Gates,
-    Level,
-    Settings,
-    Tree,
+from trees import (
+    ROOT,
+    VOCAB,
+    FakeDraft,
+    HalfHalfDraft,
+    Path,
+    assert_well_formed,
+    make_tree,
+    paths,
+    random_settings,
 )
-from dynatree_lab.methods import METHODS
-from dynatree_lab.methods.drafting import DRAFTING
-from dynatree_lab.methods.rules import MethodRule
-from dynatree_lab.methods.sampler import DrawingSampler, Sampling
-from dynatree_lab.methods.static import Chain, ConfidentChain, Fixed
 
-VOCAB = 32
-ROOT = 7
-
-Path = tuple[int, ...]  # tokens from the root on
+from draft_tree import Candidates, DynaTree, DynaTreeRule, Gates, Level, Rule, Tree, draw, grow
 
 
-class FakeDraft:
-    """A draft whose logits depend only on the path. They are peaked below some, flat below others.
-
-    It finds a row's path by the parents that grow gives it, so a wrong parent gives other logits.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        changed: dict[Path, Tensor] | None = None,
-        sampler: DrawingSampler | None = None,
-    ):
-        """changed: other logits for some paths. sampler: draws all candidates; without one they
-        are the top k."""
-        self.seed = seed
-        self.changed = changed or {}
-        self.sampler = sampler
-        self.level: list[Path] = []  # the rows of the last call
-        self.ran: list[Path] = []  # the rows of all calls
-        self.n_calls = 0
-        self.probs: list[Tensor] = []  # of all rows, as in dynatree_lab.methods.drawn.DrawnDrafter
-
-    def logits(self, path: Path) -> Tensor:
-        generator = torch.Generator().manual_seed(crc32(repr((self.seed, path)).encode()))
-        heat = 12 * torch.rand(1, generator=generator)
-        logits = heat * torch.randn(VOCAB, generator=generator)
-        return self.changed.get(path, logits)
-
-    def __call__(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        above = [()]
-        if parents is not None:
-            above = [self.level[parent] for parent in parents]
-        self.level = []
-        for path, token in zip(above, tokens, strict=True):
-            self.level.append(path + (token,))
-        self.ran += self.level
-        self.n_calls += 1
-        logits = torch.stack([self.logits(path) for path in self.level])  # [n, V]
-        if self.sampler:
-            probs = self.level_probs = self.sampler.draft_distribution(logits)
-            self.probs.extend(probs)
-            return self.sampler.propose(probs, logits.shape[1])
-        return top_k(logits, k)
+def grown(rule: Rule, draft: FakeDraft, max_depth: int = 127) -> Tree:
+    return grow(rule, ROOT, draft, max_depth, VOCAB)
 
 
 def is_expandable(s: DynaTree, depth: int, p: float) -> bool:
@@ -123,17 +73,6 @@ def run_algorithm_1(s: DynaTree, draft: FakeDraft, max_depth: int) -> Tree:
     return tree
 
 
-def paths(tree: Tree) -> list[Path]:
-    """Return each row's tokens from the root on."""
-    found: list[Path] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        above = ()
-        if parent >= 0:
-            above = found[parent]
-        found.append(above + (token,))
-    return found
-
-
 def assert_same(tree: Tree, expected: Tree) -> None:
     """Check that a tree is the oracle's, row for row."""
     assert tree.tokens == expected.tokens and tree.parents == expected.parents
@@ -144,26 +83,9 @@ def assert_same(tree: Tree, expected: Tree) -> None:
 def random_case(seed: int) -> tuple[DynaTree, FakeDraft, int]:
     """Return settings, a draft, and the caller's depth limit."""
     rng = random.Random(seed)
-    settings = replace(random_settings("dynatree", rng), calibrate=False, costs="off", history=True)
+    settings = replace(random_settings(DynaTree, rng), history=True)
     max_depth = rng.choice([0, 1, 2, 3, 4, 127, 127, 127])
     return settings, FakeDraft(seed), max_depth
-
-
-def assert_well_formed(tree: Tree) -> None:
-    """Check what the comments on Tree's fields state for every tree."""
-    rows = paths(tree)
-    assert len(set(rows)) == len(rows)  # siblings carry distinct tokens
-    assert tree.parents[0] == -1
-    assert all(parent < row for row, parent in enumerate(tree.parents))
-    assert tree.parents == sorted(tree.parents)  # breadth-first
-    assert tree.depths == [len(path) - 1 for path in rows] == sorted(tree.depths)
-    assert tree.path_logprobs[0] == 0.0
-    assert all(math.isfinite(logprob) for logprob in tree.path_logprobs)
-    columns = [tree.tokens, tree.parents, tree.depths, tree.draft_slots]
-    columns += [tree.path_logprobs]
-    assert {len(column) for column in columns} == {len(tree)}
-    kinds = [{type(entry) for entry in column} for column in columns]
-    assert kinds == [{int}] * 4 + [{float}]  # Python's types, not NumPy's
 
 
 def assert_slots_follow_the_runs(tree: Tree, ran: list[Path]) -> None:
@@ -180,7 +102,7 @@ def test_grow_draws_the_tree_of_algorithm_1() -> None:
     seen: Counter[str] = Counter()
     for seed in range(600):
         settings, draft, max_depth = random_case(seed)
-        tree = grow(settings.make_rule(), ROOT, draft, max_depth)
+        tree = grown(settings.make_rule(), draft, max_depth)
         assert_same(tree, run_algorithm_1(settings, draft, max_depth))
         assert_well_formed(tree)
         assert_slots_follow_the_runs(tree, draft.ran)
@@ -192,114 +114,111 @@ def test_grow_draws_the_tree_of_algorithm_1() -> None:
     assert min(seen.values()) >= 10, f"some kind of case is too rare: {seen}"
 
 
-def test_fixed_and_chain_are_algorithm_1_without_its_adaptive_parts() -> None:
-    """Check fixed, with B children for every node above depth D, and the draft's greedy chain."""
-    for seed in range(150):
-        s, draft, max_depth = random_case(seed)
-        static = replace(s, adapt_breadth=False, adapt_depth=False, prune=True)
-        fixed = Fixed(D=s.D0, B=s.B_mid, tau=s.tau, N_max=s.N_max)
-        expected = run_algorithm_1(static, draft, max_depth)
-        assert_same(grow(fixed.make_rule(), ROOT, draft, max_depth), expected)
-        single = replace(static, B_min=1, B_mid=1, prune=False, N_max=128)
-        expected = run_algorithm_1(single, draft, max_depth)
-        assert_same(grow(Chain(K=s.D0).make_rule(), ROOT, draft, max_depth), expected)
+FULL = {"adapt_breadth": False, "adapt_depth": False, "history": False}  # B_mid children, depth D0
+AT_THRESHOLDS = [  # settings, rows of the tree
+    (DynaTree(D0=3, tau=0.25, **FULL), 1 + 2 + 4),
+    (DynaTree(D0=2, B_mid=4, tau=0.0, **FULL), 1 + 2 + 4),
+    (DynaTree(tau=0.25), 1 + 2 + 4),
+    (DynaTree(B_min=1, tau_h=0.5, D0=2), 1 + 1 + 1),
+    (DynaTree(B_mid=1, B_max=2, tau_l=0.5, D0=2), 1 + 1 + 1),
+    (DynaTree(tau=0.0, rho_stop=0.25), 1 + 2 + 4 + 8),
+    (DynaTree(tau=0.0, D0=1, rho_deep=0.25), 1 + 2 + 4 + 8),
+    (DynaTree(B_mid=4, B_max=4, D0=2, prune=False), 1 + 2 + 4),
+]
 
 
-class HalfHalfDraft(FakeDraft):
-    """A draft with two tokens of probability 0.5, exact in float32."""
-
-    def logits(self, path: Path) -> Tensor:
-        logits = torch.full((VOCAB,), -math.inf)
-        logits[:2] = 0.0
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("settings", "n_rows"),
-    [
-        (Fixed(D=3, B=2, tau=0.25), 1 + 2 + 4),
-        (DynaTree(tau=0.25), 1 + 2 + 4),
-        (DynaTree(B_min=1, tau_h=0.5, D0=2), 1 + 1 + 1),
-        (DynaTree(B_mid=1, B_max=2, tau_l=0.5, D0=2), 1 + 1 + 1),
-        (DynaTree(tau=0.0, rho_stop=0.25), 1 + 2 + 4 + 8),
-        (DynaTree(tau=0.0, D0=1, rho_deep=0.25), 1 + 2 + 4 + 8),
-        (DynaTree(B_mid=4, B_max=4, D0=2, prune=False), 1 + 2 + 4),
-        (Fixed(D=2, B=4, tau=0.0), 1 + 2 + 4),
-        (ConfidentChain(K=6, p_min=0.5), 1 + 6),
-        (ConfidentChain(K=6, p_min=0.51), 1 + 1),
-    ],
-)
+@pytest.mark.parametrize(("settings", "n_rows"), AT_THRESHOLDS)
 def test_at_its_threshold_a_candidate_passes_but_never_at_0(
-    settings: Settings, n_rows: int
+    settings: DynaTree, n_rows: int
 ) -> None:
     """Check the paper's bounds: p >= tau, rho_stop, rho_deep; c >= tau_h, c >= tau_l for B_mid."""
-    assert len(grow(settings.make_rule(), ROOT, HalfHalfDraft(0), 127)) == n_rows
+    assert len(grown(settings.make_rule(), HalfHalfDraft(0))) == n_rows
 
 
-class TernaryRule(MethodRule):
-    """A rule, as of a fork, that adds all three candidates of every row."""
-
-
-def test_of_what_is_drafted_the_best_or_the_first_are_kept() -> None:
+def test_the_first_rows_in_breadth_first_order_are_kept() -> None:
     """Check which rows are verified. Tests of exactness cannot: the text is right for any tree."""
-    cut = grow(TernaryRule(3, 3, max_rows=8), ROOT, FakeDraft(2), 9)
-    best = grow(TernaryRule(3, 3, max_rows=40, max_verified=8), ROOT, FakeDraft(2), 9)
-    every = grow(TernaryRule(3, 3, max_rows=40), ROOT, FakeDraft(2), 9)
-    likeliest = torch.tensor(every.path_logprobs).topk(8).indices.tolist()
-    assert paths(cut) == paths(every)[:8]
-    assert paths(best) == [paths(every)[row] for row in sorted(likeliest)] != paths(cut)
-    slots = dict(zip(paths(every), every.draft_slots, strict=True))
-    assert best.draft_slots == [slots[path] for path in paths(best)]
+    every = grown(Rule(3, 3, max_rows=40), FakeDraft(2))
+    assert len(every) == 40 and paths(grown(Rule(3, 3, 8), FakeDraft(2))) == paths(every)[:8]
 
 
 @pytest.mark.parametrize("gate", [numpy.ones((1, 3), bool), numpy.ones((3, 3)), None], ids=repr)
 def test_an_invalid_gate_is_an_error(gate: object) -> None:
     """Check also a shape that broadcasts: it would let some candidates pass unchecked."""
 
-    class Gated(TernaryRule):
+    class Gated(Rule):
         def add_gates(self, level: Level) -> Gates:
             return {"fine": True, "mine": gate if level.row_depth == 1 else True}
 
     with pytest.raises(ValueError, match="gate 'mine'"):
-        grow(Gated(3, 3, max_rows=40), ROOT, FakeDraft(2), 127)
+        grown(Gated(3, 3, max_rows=40), FakeDraft(2))
+
+
+IDS, LOGPROBS = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.float32)
+INVALID_CANDIDATES = [
+    (Candidates(IDS, LOGPROBS[:, :1]), "tokens [1, 2] and logprobs [1, 1], both must be [1, k]"),
+    (Candidates(IDS[[0, 0]], LOGPROBS[[0, 0]]), "tokens [2, 2] and logprobs [2, 2], both must be"),
+    (Candidates(IDS[:, :0], LOGPROBS[:, :0]), "tokens [1, 0] and logprobs [1, 0], both must be"),
+    (Candidates(IDS[0], LOGPROBS[0]), "tokens [2] and logprobs [2], both must be [1, k]"),
+    (Candidates(IDS + VOCAB, LOGPROBS), "outside the target's ids, 0 to 31"),
+    (Candidates(IDS - 1, LOGPROBS), "outside the target's ids, 0 to 31"),
+]
+
+
+@pytest.mark.parametrize(("found", "message"), INVALID_CANDIDATES)
+def test_invalid_candidates_are_an_error(found: Candidates, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        grown(DynaTree().make_rule(), lambda tokens, parents, k: found)
+
+
+def test_a_log_probability_above_0_counts_as_0() -> None:
+    """Check what rounding may give. It once made a path likelier than its parent's."""
+
+    def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        logprobs = numpy.array([[1e-7, -1.0]], numpy.float32).repeat(len(tokens), axis=0)
+        return Candidates(numpy.arange(2)[None].repeat(len(tokens), axis=0), logprobs)
+
+    tree = grown(Rule(2, 2, 9), draft)
+    assert tree.path_logprobs == [0.0, 0.0, -1.0, 0.0, -1.0, -1.0, -2.0]
 
 
 WIDE = DynaTree(N_max=128, tau=0.0, rho_stop=0.0, rho_deep=0.01, D0=3, D_max=5)
 ALL_IDS = slice(None)
 
 
-@pytest.mark.parametrize("settings", [Chain(K=4), Fixed(D=3, B=3, tau=0.0), WIDE])
+@pytest.mark.parametrize("settings", [DynaTree(D0=4, B_mid=1, **FULL), WIDE], ids=["chain", "wide"])
 @pytest.mark.parametrize(("ids", "value"), [(3, math.nan), (3, math.inf), (ALL_IDS, -math.inf)])
 def test_broken_logits_end_only_their_own_branch(
-    settings: Settings, ids: int | slice, value: float
+    settings: DynaTree, ids: int | slice, value: float
 ) -> None:
     """Check the other branches. topk ranks NaN first, so a broken row looks very confident."""
-    whole = paths(grow(settings.make_rule(), ROOT, FakeDraft(1), 127))
+    whole = paths(grown(settings.make_rule(), FakeDraft(1)))
     above = whole[1]  # the path with broken logits
     broken = FakeDraft(1).logits(above)
     broken[ids] = value
-    tree = grow(settings.make_rule(), ROOT, FakeDraft(1, {above: broken}), 127)
+    tree = grown(settings.make_rule(), FakeDraft(1, {above: broken}))
     rest = [path for path in whole if path == above or path[: len(above)] != above]
     assert len(rest) < len(whole)  # the broken row has children
     assert paths(tree) == rest
     assert_well_formed(tree)
 
 
-@pytest.mark.parametrize("is_drawn", [False, True], ids=["top k", "drawn"])
-def test_confidence_is_0_where_the_draft_overflowed(is_drawn: bool) -> None:
-    """Check top-k and drawn candidates. It was once NaN, which a rule could not round up."""
-    found = []
+WRONG_SETTINGS = [
+    ({"tau": "0.1"}, "tau is '0.1', it must be of type float"),
+    ({"D0": 5.0}, "D0 is 5.0, it must be of type int"),
+    ({"history": 1}, "history is 1, it must be of type bool"),
+    ({"tau": math.nan}, "tau is nan, it must be from 0.0 to 1.0"),
+    ({"N_max": 0}, "N_max is 0, it must be from 1 to 1024"),
+    ({"B_mid": 4}, "must have B_min <= B_mid <= B_max"),
+    ({"D_max": 4}, "D0 <= D_max"),
+    ({"tau_l": 0.9}, "tau_l < tau_h"),
+    ({"rho_stop": 0.5}, "rho_stop < rho_deep"),
+]
 
-    class ConfidenceRecorder(MethodRule):
-        def add_gates(self, level: Level) -> Gates:
-            found.append(level.confidence)
-            return {}
 
-    sampler = Sampling(1.0).sampler(torch.device("cpu")) if is_drawn else None
-    broken = FakeDraft(1).logits((ROOT,)).fill_(math.nan)
-    for changed in ({}, {(ROOT,): broken}):
-        grow(ConfidenceRecorder(2, 1, 3), ROOT, FakeDraft(1, changed, sampler), 1)
-    assert 0 < found[0] <= 1 and found[1] == 0
+@pytest.mark.parametrize(("values", "message"), WRONG_SETTINGS)
+def test_settings_are_checked(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DynaTree(**values)
 
 
 def moved_thresholds(rule: DynaTreeRule) -> dict[str, float]:
@@ -386,22 +305,34 @@ def test_history_keeps_the_thresholds_in_order(tau_l: float, rho_stop: float) ->
 
 def test_the_next_tree_is_that_of_the_moved_thresholds() -> None:
     n_changed = [0, 0]
-    for seed in range(60):
+    for seed in range(150):
         settings, draft, _ = random_case(seed)
         rule = replace(settings, W=1).make_rule()
-        before = grow(rule, ROOT, draft, 127)
+        before = grown(rule, draft)
         for _ in range(4):
             record(rule, HIGH if seed % 2 else LOW)
-        after = grow(rule, ROOT, draft, 127)
+        after = grown(rule, draft)
         as_moved = replace(settings, **moved_thresholds(rule))
         assert_same(after, run_algorithm_1(as_moved, draft, 127))
         n_changed[seed % 2] += paths(before) != paths(after)
     assert min(n_changed) >= 5, n_changed
 
 
-@pytest.mark.parametrize("base", [*DRAFTING, "graft"])
-def test_a_tree_remembers_nothing_of_the_one_before(base: str) -> None:
+def test_a_rule_remembers_no_tree() -> None:
     """Check that a draft gives the same tree again after the tree of another draft."""
-    rule = METHODS[base]().make_rule()
-    first, other, again = (paths(grow(rule, ROOT, FakeDraft(seed), 127)) for seed in (1, 2, 1))
+    rule = DynaTree().make_rule()
+    first, other, again = (paths(grown(rule, FakeDraft(seed))) for seed in (1, 2, 1))
     assert other != first == again
+
+
+def test_a_drawn_tree_has_a_line_per_row() -> None:
+    words = ["the", "cat", "dog", "sat", "ran", "ran"]
+    tree = make_tree(list(range(6)), [-1, 0, 0, 1, 1, 2])
+    assert draw(tree, words.__getitem__).splitlines() == [
+        "the",
+        "|-- cat",
+        "|   |-- sat",
+        "|   `-- ran",
+        "`-- dog",
+        "    `-- ran",
+    ]

@@ -1,195 +1,307 @@
-"""Tests of the decoding loop: commit lengths, both caches, the limit, non-finite logits, steps."""
+"""Tests of the decoding loop: exactness, both caches, the limit, overflows, and what it shares.
+
+A wrong tree still gives the right text. So the tests of exactness find errors of cache, positions,
+mask and acceptance, and none of a rule, which test_draft_tree.py has.
+"""
 
 import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy
 import pytest
-from conftest import (
-    assert_close,
-    fix_shapes,
-    generate,
-    noisy_pair,
-    prefilled,
-    pretend_capture,
-    random_config,
-    random_model,
-    random_tensors,
-    run,
-)
+import torch
+from pairs import DRAFTS, VOCAB, build_model, generate_greedy, make_draft, target_weights
+from pytest import MonkeyPatch
+from small import assert_close, broken_at, noisy_pair, prefilled, random_model, run
+from trees import random_settings
 
-import gpt_neox
-from draft_tree import DynaTree, Settings
-from dynatree_lab.engine import memory
-from dynatree_lab.engine.memory import OutOfMemory
-from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.methods import METHODS
-from dynatree_lab.methods.sampler import Sampling
-from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive, SpecInfer
-from dynatree_lab.metrics import token_ids
+from draft_tree import Autoregressive, Candidates, DynaTree, DynaTreeRule, Gates, Level, Tree
+from dynatree import Drafter, ModelDrafter, Step, generate
 from gpt_neox import GPTNeoX, KVCache
-from verify import NonFiniteLogits
+from sampling import Sampler
+from verify import Acceptance, NonFiniteLogits, accept_greedy, cut
 
 PROMPT = [3, 1, 4, 1, 5]
+FULL = {"adapt_breadth": False, "adapt_depth": False, "history": False, "prune": False}
+CHAIN = DynaTree(D0=4, B_mid=1, **FULL)  # linear speculation
+WIDE = DynaTree(tau=0.001, rho_stop=0.002)
 
 
-@pytest.mark.parametrize(
-    ("settings", "limit", "lengths"),
-    [
-        (Chain(K=4), 16, [5, 5, 5]),  # K accepted and the bonus
-        (Fixed(D=3, B=2, tau=0.0), 15, [4, 4, 4, 2]),  # cut only by the limit
-        (Fixed(N_max=1), 6, [1] * 5),  # a budget counts rows, root included
-        (Chain(K=4), 1, []),  # no iteration
-    ],
-)
-def test_what_an_iteration_commits(settings: Settings, limit: int, lengths: list[int]) -> None:
-    """Check a draft that is always right."""
+def write(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    settings: DynaTree | Autoregressive,
+    limit: int,
+    eos_ids: Sequence[int] = (),
+    accept: Acceptance = accept_greedy,
+    prompt: list[int] = PROMPT,
+) -> Iterator[Step]:
+    """Generate a text, by a new drafter and rule, and yield its steps."""
+    drafter, rule = ModelDrafter(draft) if draft else None, settings.make_rule()
+    return generate(target, drafter, prompt, rule, limit, eos_ids=eos_ids, accept=accept)
+
+
+def token_ids(steps: Iterator[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+def test_every_tree_writes_ars_text() -> None:
+    """Compare token for token, over random settings and drafts from equal to adverse, and count the
+    events that the cases should cover. The draft's vocabulary may be smaller or larger."""
+    seen: Counter[str] = Counter()
+    for number in range(40):
+        rng = random.Random(number)
+        tensors, changes = target_weights(number)
+        target = build_model(tensors, **changes)
+        draft = make_draft(DRAFTS[number % len(DRAFTS)], tensors, changes, number)
+        settings = random_settings(DynaTree, rng)
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 4, 19]))]
+        limit = rng.choice([32, 32, *range(1, 21)])
+        text = generate_greedy(target, prompt, limit)
+        eos_ids = rng.sample(text, 1) if number % 3 == 0 else []
+        steps = list(write(target, draft, settings, limit, eos_ids, prompt=prompt))
+        assert token_ids(steps) == cut(text, eos_ids, limit), settings
+        left = limit - 1
+        for step in steps[1:]:
+            assert max(step.tree.depths) < max(left, 1), "deeper than the text may still be"
+            left -= len(step.tokens)
+            seen["moved row"] += step.path != list(range(len(step.path)))
+            is_eos = step.tokens[-1] in eos_ids
+            seen["eos in path"] += is_eos and len(step.tokens) < len(step.path)
+            seen["eos as bonus"] += is_eos and len(step.tokens) == len(step.path)
+        seen["past positions"] += len(prompt) + limit > target.config.max_position_embeddings
+    assert len(seen) == 4 and min(seen.values()) > 0, seen
+
+
+COMMITS = [  # settings, the limit, the tokens of each iteration if the draft is always right
+    (CHAIN, 16, [5, 5, 5]),  # four accepted and the bonus
+    (DynaTree(D0=3, **FULL), 15, [4, 4, 4, 2]),  # cut only by the limit
+    (DynaTree(N_max=1), 6, [1] * 5),  # a budget counts rows, root included
+    (CHAIN, 1, []),  # no iteration
+    (Autoregressive(), 4, [1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("settings", "limit", "lengths"), COMMITS)
+def test_what_an_iteration_commits(
+    settings: DynaTree | Autoregressive, limit: int, lengths: list[int]
+) -> None:
     model = random_model(7)
-    steps = list(generate(model, model, PROMPT, settings, limit))
+    steps = list(write(model, model, settings, limit))
     assert [len(step.tokens) for step in steps] == [1, *lengths]
 
 
-RULES = [Chain(K=4), Fixed(D=4, B=3, tau=0.0), DynaTree(tau=0.001)]
-LOOPS = [(GPTNeoX, "keep"), (FastGPTNeoX, "keep"), (FastGPTNeoX, "rebuild")]
-
-
-@pytest.mark.parametrize(("kind", "commit"), LOOPS)
-@pytest.mark.parametrize("settings", RULES)
+@pytest.mark.parametrize("settings", [CHAIN, WIDE, DynaTree(D0=4, B_mid=3, **FULL)])
 def test_each_token_and_both_caches_after_every_commit(
-    settings: Settings, kind: type[GPTNeoX], commit: str, monkeypatch: pytest.MonkeyPatch
+    settings: DynaTree, monkeypatch: MonkeyPatch
 ) -> None:
-    """Compare each token with one pass over the whole sequence, and slots [0, length) of both
-    caches with a prefill of the committed tokens.
+    models, caches = noisy_pair(3), record_caches(GPTNeoX, monkeypatch)
+    steps = write(*models, settings, 30)
+    paths = [step.path for step in checked_steps(steps, models, caches)]
+    assert max(map(len, paths)) > 3
+    assert any(path != list(range(len(path))) for path in paths) == (settings != CHAIN)
 
-    The target's cache has all of them, the draft's may have fewer. This finds errors of mask,
-    positions, commit and catch-up. commit="rebuild" runs the accepted rows again.
-    """
-    models, text, paths = noisy_pair(3, kind=kind), list(PROMPT), []
+
+def record_caches(kind: type[GPTNeoX], monkeypatch: MonkeyPatch) -> list[KVCache]:
+    """Return a list that gets every new cache of these models: the target's, then the draft's."""
     made: list[KVCache] = []
     new_cache = kind.new_cache
 
-    def record_cache(*arguments: object) -> KVCache:
+    def record(*arguments: object) -> KVCache:
         made.append(new_cache(*arguments))
         return made[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "new_cache", record_cache)
-        steps = generate(*models, PROMPT, settings, 30, commit=commit)
-        first = next(steps)
-    caches = made[:2]  # the target's and the draft's
-    for step in itertools.chain([first], steps):
-        n_before = len(text)
+    monkeypatch.setattr(kind, "new_cache", record)
+    return made
+
+
+def checked_steps(
+    steps: Iterator[Step], models: Sequence[GPTNeoX], made: list[KVCache]
+) -> Iterator[Step]:
+    """Yield the steps of a text after PROMPT. Compare each token with one pass over the whole
+    sequence, and slots [0, length) of both caches with a prefill of the committed tokens.
+
+    The target's cache has all of them, the draft's may have fewer. This finds errors of mask,
+    positions, commit and catch-up.
+    """
+    text = list(PROMPT)
+    for step in steps:
+        caches = made[:2]  # the oracles' come later
         for token in step.tokens:
             assert token == int(run(models[0], text)[-1].argmax())
             text.append(token)
+        assert caches[0].length == len(text) - 1
         for model, cache in zip(models, caches, strict=True):
             n = cache.length
             fresh = prefilled(model, text[: max(n, 1)], 64)
             assert_close(cache.kv[..., :n, :], fresh.kv[..., :n, :])
-        assert step.cache_lengths == (caches[0].length, caches[1].length)
-        assert step.cache_lengths[0] == len(text) - 1
-        if step.draft_rows:
-            n_run = sum(step.tree.draft_slots[row] >= 0 for row in step.path)
-            assert step.cache_lengths[1] == n_before - 1 + n_run
-            paths.append(step.path)
-    assert len(text) == 35 and max(map(len, paths)) > 3
-    assert any(path != list(range(len(path))) for path in paths) or isinstance(settings, Chain)
+        yield step
 
 
-def test_an_unknown_commit_is_an_error() -> None:
-    """Check the engine's own check; test_core.py tests the core's."""
-    with pytest.raises(ValueError, match="commit is never, it must be one of keep, rebuild"):
-        next(generate(random_model(0), None, [1], PaddedAutoregressive(), 5, commit="never"))
+def test_a_level_has_the_candidates_of_its_own_paths() -> None:
+    """Compare all log-probabilities of every level with a pass over the path of each row."""
+    target, draft = noisy_pair(3)
+    text, level, n_rows = list(PROMPT), [], []
 
+    class Checked(ModelDrafter):
+        def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+            nonlocal level
+            above = [level[parent] for parent in parents] if parents else [text[:-1]]
+            level = [path + [token] for path, token in zip(above, tokens, strict=True)]
+            found = super().draft(tokens, parents, k)
+            for row, path in enumerate(level):
+                expected = torch.log_softmax(run(draft, path)[-1], dim=-1)
+                ids, logprobs = (torch.from_numpy(part[row]) for part in found[:2])
+                assert_close(logprobs, expected[ids])
+                assert_close(logprobs, expected.sort(descending=True).values[:k])
+            n_rows.append(len(level))
+            return found
 
-def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the memory for both caches is required at the start. Each alone would fit, so the
-    error would come only when they are filled."""
-    target = random_model(7)
-    needed = target.cache_bytes(len(PROMPT) + 50 + 5)
-    monkeypatch.setattr(memory, "free_memory", lambda device: needed + needed // 2)
-    assert len(token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 50))) == 50
-    with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
-        next(generate(target, target, PROMPT, Chain(K=4), 50))
+    for step in generate(target, Checked(draft), PROMPT, WIDE.make_rule(), 20):
+        text += step.tokens
+    assert max(n_rows) > 3
 
 
 # Logits that are not finite.
 
 
-def broken_at(token: int, kind: type[GPTNeoX] = FastGPTNeoX) -> GPTNeoX:
-    """Return random_model(7), changed so that it overflows where it reads this token."""
-    tensors = random_tensors(random_config(), 7)
-    tensors["gpt_neox.embed_in.weight"][token] = float("nan")
-    return kind.from_tensors(random_config(), tensors)
-
-
-def text_of_seven() -> tuple[FastGPTNeoX, list[int]]:
-    target = random_model(7)
-    return target, token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 20))
-
-
 def test_tokens_before_a_non_finite_row_are_kept() -> None:
+    check_tokens_before_overflow(write, GPTNeoX)
+
+
+def check_tokens_before_overflow(write: Callable[..., Iterator[Step]], kind: type[GPTNeoX]) -> None:
     """Check an accepted path that runs into the overflow: its tokens before that are emitted."""
-    target, text = text_of_seven()
+    target = random_model(7, kind=kind)
+    text = token_ids(write(target, None, Autoregressive(), 20))
     at = next(i for i in range(3, 20) if text[i] not in text[:i] + PROMPT)
-    for settings in (PaddedAutoregressive(), Chain(K=19), Fixed(tau=0.0)):
+    long_chain = DynaTree(D0=19, D_max=19, B_mid=1, **FULL)
+    for settings in (Autoregressive(), long_chain, DynaTree(tau=0.0)):
         got: list[int] = []
         with pytest.raises(NonFiniteLogits, match="bfloat16"):
-            for step in generate(broken_at(text[at]), target, PROMPT, settings, 20):
+            for step in write(broken_at(text[at], kind), target, settings, 20):
                 got += step.tokens
         assert got == text[: at + 1]
 
 
-@pytest.mark.parametrize("kind", [GPTNeoX, FastGPTNeoX])
-def test_an_overflow_in_the_prompt_is_an_error_too(
-    kind: type[GPTNeoX], monkeypatch: pytest.MonkeyPatch
-) -> None:
+OVERFLOWING = [[9, 1, 2, 3, 4], [1, 2, 3, 9, 4], [1, 2, 3, 4, 9]]  # prompts for broken_at(9)
+
+
+@pytest.mark.parametrize("prompt", OVERFLOWING)
+def test_an_overflow_in_the_prompt_is_an_error(prompt: list[int], monkeypatch: MonkeyPatch) -> None:
     """Check an overflow at any token. Prefill computes logits only for the last one, but that one
     attends to all others."""
-    monkeypatch.setattr(gpt_neox, "PREFILL_CHUNK", 2)
-    for prompt in ([9, 1, 2, 3, 4], [1, 2, 3, 9, 4], [1, 2, 3, 4, 9]):
-        with pytest.raises(NonFiniteLogits):
-            next(generate(broken_at(9, kind), None, prompt, PaddedAutoregressive(), 5))
+    monkeypatch.setattr("gpt_neox.PREFILL_CHUNK", 2)
+    with pytest.raises(NonFiniteLogits):
+        next(write(broken_at(9), None, Autoregressive(), 5, prompt=prompt))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_non_finite_draft_changes_no_text(method: str) -> None:
+def test_a_non_finite_draft_changes_no_text() -> None:
     """Check a draft that overflows in the middle of the text or in all of it. Greedy ids must be
     the target's, and sampled text must reach its full length."""
-    target, text = text_of_seven()
+    target = random_model(7)
+    text = token_ids(write(target, None, Autoregressive(), 20))
     for token in (text[4], PROMPT[0]):
-        draft, settings = broken_at(token), METHODS[method]()
-        assert token_ids(generate(target, draft, PROMPT, settings, 20)) == text
-        steps = generate(target, draft, PROMPT, settings, 20, sampling=Sampling(1.0, 0.9))
-        assert len(token_ids(steps)) == 20
+        draft = broken_at(token)
+        assert token_ids(write(target, draft, WIDE, 20)) == text
+        assert len(token_ids(write(target, draft, WIDE, 20, accept=Sampler(1.0, 0.9)))) == 20
 
 
-# Rules and steps.
+# Rules, drafters and arguments.
 
 
-@pytest.mark.parametrize("is_shaped", [False, True])
-def test_generations_share_nothing(is_shaped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interleave two generations step by step, also with captured passes. In the paper's code
-    history leaks from prompt to prompt, so its results depend on their order."""
-    pretend_capture(monkeypatch)
-    settings, models = DynaTree(W=2, tau=0.001, rho_stop=0.002), noisy_pair()
-    if is_shaped:
-        fix_shapes(*models)
-    alone = [
-        [(step.tokens, step.tree) for step in generate(*models, prompt, settings, 40)]
-        for prompt in (PROMPT, PROMPT[:2])
-    ]
-    both = [generate(*models, prompt, settings, 40) for prompt in (PROMPT, PROMPT[:2])]
+def test_generations_share_nothing() -> None:
+    check_generations_share_nothing(write, noisy_pair())
+
+
+def check_generations_share_nothing(
+    write: Callable[..., Iterator[Step]], models: Sequence[GPTNeoX]
+) -> None:
+    """Interleave two generations step by step. In the paper's code history leaks from prompt to
+    prompt, so its results depend on their order."""
+    settings, prompts = DynaTree(W=2, tau=0.001, rho_stop=0.002), (PROMPT, PROMPT[:2])
+    alone, both = (
+        [write(*models, settings, 40, prompt=prompt) for prompt in prompts] for _ in range(2)
+    )
+    expected = [[(step.tokens, step.tree) for step in steps] for steps in alone]
     for found in itertools.zip_longest(*both):
-        for expected, step in zip(alone, found, strict=True):
-            assert step is None or (step.tokens, step.tree) == expected.pop(0)
+        for own, step in zip(expected, found, strict=True):
+            assert step is None or (step.tokens, step.tree) == own.pop(0)
 
 
-def test_a_step_has_the_targets_predictions() -> None:
-    """Check the target's best id after each row, and the number of rows of each draft pass."""
-    first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], SpecInfer("2:2"), 20)
-    assert (first.tree.tokens, first.path, first.draft_rows) == ([4], [0], [])
-    assert steps[0].draft_rows == [4, 2]  # the prompt and the root, then two nodes
-    for step in steps:
-        after_path = [step.predictions[row] for row in step.path]
-        assert after_path[: len(step.tokens)] == step.tokens
-        assert len(step.predictions) == len(step.tree) == step.n_drafted + 1
-        assert len(step.draft_rows) == max(step.tree.depths)
+def test_a_caller_may_change_the_lists_of_a_step() -> None:
+    """Empty the lists of each step. The loop once read them after the step."""
+    target, draft = noisy_pair(3)
+    text = [1]
+    for step in write(target, draft, DynaTree(), 30, prompt=[1]):
+        text += step.tokens
+        step.tokens.clear()
+        step.path.clear()
+    best = run(target, text[:-1]).argmax(dim=-1)
+    assert text[1:] == best.tolist() and len(text) == 31
+
+
+class Copier(Drafter):
+    """A drafter without a model, as of a fork: it proposes the tokens that it has been given."""
+
+    def __init__(self, text: list[int]):
+        self.text = text
+        self.committed: list[int] = []
+
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        self.depth = 0 if parents is None else self.depth + 1
+        following = self.text[len(self.committed) + self.depth]
+        ids = torch.tensor([[following]]).repeat(len(tokens), 1).numpy()
+        return Candidates(ids, numpy.zeros(ids.shape, numpy.float32))
+
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        assert len(tokens) == len(path)
+        self.committed += tokens
+
+
+class TwoLevels(DynaTreeRule):
+    """A rule of a fork: a variant of DynaTree that expands only the root and its children."""
+
+    def expand_gates(self, level: Level) -> Gates:
+        return {"two": level.row_depth < 1}
+
+
+def test_a_drafter_and_a_rule_may_be_of_ones_own() -> None:
+    target = random_model(7)
+    text = token_ids(write(target, None, Autoregressive(), 20))
+    drafter = Copier([*text, 0, 0, 0])
+    steps = list(generate(target, drafter, PROMPT, TwoLevels(DynaTree()), 20))
+    assert token_ids(steps) == text == drafter.committed[:20]
+    assert [len(step.tokens) for step in steps] == [1, *[3] * 6, 1]
+
+
+WRONG = [  # arguments, the error
+    ({"prompt": []}, "prompt must have at least one id, and all from 0 to 95"),
+    ({"prompt": [0, 96]}, "all from 0 to 95"),
+    ({"prompt": [0, -1]}, "all from 0 to 95"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, it must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_arguments_are_checked(changes: dict[str, object], message: str) -> None:
+    given = {"prompt": [1], "rule": DynaTree().make_rule(), "max_new_tokens": 5} | changes
+    target, draft = noisy_pair(3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next(generate(target, ModelDrafter(draft), **given))
+
+
+def test_a_rule_serves_one_text() -> None:
+    """Refuse a used rule: its history would leak to the next prompt, as in the paper's code."""
+    target, draft = noisy_pair(3)
+    rule = DynaTree().make_rule()
+    list(generate(target, ModelDrafter(draft), [1], rule, 5))
+    with pytest.raises(ValueError, match="DynaTreeRule has served another text; make a new rule"):
+        next(generate(target, ModelDrafter(draft), [1], rule, 5))
+
+
+def test_a_rule_that_drafts_needs_a_drafter() -> None:
+    with pytest.raises(NotImplementedError, match="Drafter has no draft"):
+        list(write(random_model(7), None, DynaTree(), 5))

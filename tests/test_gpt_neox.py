@@ -1,58 +1,52 @@
-"""Tests of the models: golden logits, cached and padded passes, ranking, and errors.
+"""Tests of the model: golden logits, cached passes, trees, and rows that overflow.
 
 The golden files were computed by an independent implementation. All other tests compare the model
 with itself, run so that it cannot have the bug in question: the whole sequence over a fresh cache.
+The functions check_* state what every gpt_neox.Model must do; a fork's tests may call them.
 """
 
 import math
 import random
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-from conftest import (
+from pytest import MonkeyPatch
+from safetensors.torch import load_file
+from small import (
     GOLDEN,
-    append,
     assert_close,
-    fix_shapes,
-    make_tree,
-    path_to,
     prefilled,
-    pretend_capture,
     random_config,
     random_model,
     random_tensors,
     run,
     run_tree,
 )
-from pytest import MonkeyPatch
-from safetensors.torch import load_file
+from trees import make_tree, path_to, random_tree
 
-from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.passes import PassConfig
-from dynatree_lab.engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
 from gpt_neox import EMBEDDING, GPTNeoX
 
-SEQUENTIAL = {"use_parallel_residual": False}
-FULL_ROTARY = {
+Changes = dict[str, object]  # fields of Config that differ from small.random_config's
+SEQUENTIAL: Changes = {"use_parallel_residual": False}
+FULL_ROTARY: Changes = {
     "hidden_act": "gelu_new",
     "rotary_pct": 1.0,
     "rotary_emb_base": 500.0,
     "num_attention_heads": 4,
 }
+CHUNKS: list[tuple[int, Changes]] = [(1, {}), (7, SEQUENTIAL), (20, FULL_ROTARY)]
 PREFIX = list(range(40, 50))
 # Siblings at every level, and a path, 0 2 5 6, whose rows are neither a slice nor evenly spaced.
 TREE = make_tree([7, 30, 31, 32, 33, 34, 35], [-1, 0, 0, 1, 1, 2, 5])
-ROOT_ONLY = make_tree([7], [-1])
 
 
-BOTH = pytest.mark.parametrize("kind", [FastGPTNeoX, GPTNeoX], ids=["fast", "plain"])
-
-
-@BOTH
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_golden_logits(folder: Path, kind: type[GPTNeoX]) -> None:
+def test_golden_logits(folder: Path) -> None:
+    check_golden_logits(GPTNeoX, folder)
+
+
+def check_golden_logits(kind: type[GPTNeoX], folder: Path) -> None:
     """Check rotary layout, per-head order of qkv, GELU and kind of residual, which must be as
     published. One pass over a tree must give each node the logits of its own path."""
     model, data = kind.from_pretrained(folder), load_file(folder / "golden.safetensors")
@@ -62,17 +56,17 @@ def test_golden_logits(folder: Path, kind: type[GPTNeoX]) -> None:
     assert_close(run_tree(model, prefilled(model, prompt, 60), tree), data["tree_logits"])
 
 
-@pytest.mark.parametrize(("chunk", "changes"), [(1, {}), (7, SEQUENTIAL), (20, FULL_ROTARY)])
-def test_cached_equals_whole(
-    chunk: int, changes: dict[str, object], monkeypatch: MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("chunk", "changes"), CHUNKS)
+def test_cached_equals_whole(chunk: int, changes: Changes, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt_neox.PREFILL_CHUNK", chunk)
+    check_cached_equals_whole(random_model(1, **changes))
+
+
+def check_cached_equals_whole(model: GPTNeoX) -> None:
     """Check that logits and cache do not depend on how a sequence is divided into passes."""
-    model = random_model(1, **changes)
     tokens = random.Random(0).sample(range(96), 20)
-    whole = prefilled(model, tokens, 24)
-    cache = model.new_cache(24)
-    expected = run(model, tokens)
-    monkeypatch.setattr("dynatree_lab.engine.cache.PREFILL_CHUNK", chunk)
+    cache, whole = model.new_cache(24), model.new_cache(24)
+    expected = model.forward(torch.tensor(tokens), torch.arange(20), whole).clone()
     assert_close(model.prefill(tokens, cache)[0], expected[-1])
     assert cache.length == 20
     assert_close(cache.kv[:, :, :, :20], whole.kv[:, :, :, :20])
@@ -81,26 +75,46 @@ def test_cached_equals_whole(
         assert_close(model.prefill([token], cache)[0], expected[row])
 
 
+@pytest.mark.parametrize("changes", [{}, SEQUENTIAL, FULL_ROTARY])
+def test_a_node_has_the_logits_of_its_own_path(changes: Changes) -> None:
+    model, rng = random_model(2, **changes), random.Random(0)
+    cache = prefilled(model, PREFIX, 40)
+    for _ in range(5):
+        tree = random_tree(rng, 24)
+        logits = run_tree(model, cache, tree)
+        for row in range(len(tree)):
+            path = [tree.tokens[above] for above in path_to(tree, row)]
+            assert_close(logits[row], run(model, PREFIX + path)[-1])
+
+
 def test_a_full_cache_is_an_error_before_it_happens() -> None:
-    """Check that it names both numbers. It is no OutOfMemory, whose advice would not help."""
-    model = random_model(8)
+    check_full_cache(random_model(8))
+
+
+def check_full_cache(model: GPTNeoX) -> None:
+    """Check that the error names both numbers, and that the cache stays as it is."""
     cache = prefilled(model, PREFIX, 12)
     before, rows = cache.kv.clone(), torch.arange(3)
     for overflow in (
-        lambda: cache.advance(3),
         lambda: model.forward(rows, rows, cache),
-        lambda: model.prefill([1, 2, 3], cache),
+        lambda: model.prefill([1] * 3, cache),
     ):
         with pytest.raises(IndexError, match="the cache has 12 slots, 13 are needed"):
             overflow()
     assert cache.length == 10 and torch.equal(cache.kv, before)
 
 
-@BOTH
+OVERFLOWS = [(1, [0, 2, 5]), (2, [0, 1, 4]), (6, [0, 2, 5])]  # a row, and a path without it
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("bad_row, path", [(1, [0, 2, 5]), (2, [0, 1, 4]), (6, [0, 2, 5])])
-def test_non_finite_row_stays_alone(
-    value: float, bad_row: int, path: list[int], kind: type[GPTNeoX]
+@pytest.mark.parametrize(("bad_row", "path"), OVERFLOWS)
+def test_a_row_that_overflows_stays_alone(value: float, bad_row: int, path: list[int]) -> None:
+    check_overflow_stays_alone(GPTNeoX, value, bad_row, path)
+
+
+def check_overflow_stays_alone(
+    kind: type[GPTNeoX], value: float, bad_row: int, path: list[int]
 ) -> None:
     """Check that other rows stay finite, although a masked slot enters attention as 0 x value.
 
@@ -126,21 +140,12 @@ def test_non_finite_row_stays_alone(
     assert_close(after[0], run(model, text)[-1])
 
 
-SETTINGS = [SEQUENTIAL, {"layer_norm_eps": 0.5}, {"rotary_emb_base": 100.0}, {"rotary_pct": 0.25}]
-
-
-@pytest.mark.parametrize("changes", SETTINGS + [{"hidden_act": "gelu_fast"}], ids=str)
-def test_no_setting_is_ignored(changes: dict[str, object]) -> None:
-    """Check settings that no two golden files vary. gelu_fast is another name of gelu_new."""
-    logits = run(random_model(16, **changes), PREFIX)
-    assert (logits - run(random_model(16), PREFIX)).abs().max() > 1e-3
-    if "hidden_act" in changes:
-        assert torch.equal(logits, run(random_model(16, hidden_act="gelu_new"), PREFIX))
-
-
-@BOTH
 @pytest.mark.parametrize("part", [1, 2], ids=["keys", "values"])
-def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type[GPTNeoX]) -> None:
+def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
+    check_overflow_of_keys_or_values(GPTNeoX, part)
+
+
+def check_overflow_of_keys_or_values(kind: type[GPTNeoX], part: int) -> None:
     """Check that the logits are not finite either. The cache must not hold infinity, but it once
     held 0 instead: the text was wrong, with no hint that float16 was the cause."""
     tensors = random_tensors(random_config(), 0)
@@ -152,110 +157,19 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int, kind: type
     assert model.prefill(ids.tolist(), model.new_cache(12)).isnan().all()
 
 
-# Padded passes: those of one row on a CPU in half precision, and all on CUDA. tests/pretend_cuda
-# compares their replays with the CPU.
+SETTINGS = [SEQUENTIAL, {"layer_norm_eps": 0.5}, {"rotary_emb_base": 100.0}, {"rotary_pct": 0.25}]
+SETTINGS += [{"hidden_act": "gelu_fast"}]
 
 
-@pytest.mark.parametrize("n_prefix", [10, 246, 253])
-def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
-    """Compare padded passes with others. Rows are padded to 2 or 8, slots to 256 or 512; padding
-    rows may be beyond those slots. A short pass once attended to the last slots of an earlier long
-    one."""
-    prefix = [i % 90 for i in range(n_prefix)]
-    plain, two_rows, fixed = (random_model(6, max_position_embeddings=300) for _ in range(3))
-    two_rows.min_rows = 2
-    fix_shapes(fixed)
-    for model in (two_rows, fixed):
-        cache, plain_cache = (prefilled(m, prefix, n_prefix + 20) for m in (model, plain))
-        for tree, length in (
-            (TREE, n_prefix),
-            (ROOT_ONLY, n_prefix),
-            (TREE, n_prefix),
-            (ROOT_ONLY, 4),
-        ):
-            cache.rewind(length)
-            plain_cache.rewind(length)
-            assert_close(run_tree(model, cache, tree), run_tree(plain, plain_cache, tree))
-            n = length + len(tree)
-            assert_close(cache.kv[:, :, :, :n], plain_cache.kv[:, :, :, :n])
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_no_setting_is_ignored(changes: Changes) -> None:
+    check_no_setting_is_ignored(GPTNeoX, changes)
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
-def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
-    """Run a wide and a narrow pass at the end of caches of several lengths."""
-    for is_shaped, n in ((True, min(capacity, 65)), (True, 1), (False, 1)):
-        model = random_model(6)
-        model.has_fixed_shapes, model.min_rows = is_shaped, 4
-        cache = model.new_cache(capacity)
-        cache.advance(capacity - n)
-        assert append(model, [3] * n, cache).isfinite().all()
-        assert cache.length == capacity and cache.kv.nbytes == model.cache_bytes(capacity)
-
-
-def test_the_memory_of_a_closed_cache_is_used_again(
-    monkeypatch: MonkeyPatch,
-) -> None:
-    """Check that nothing is captured twice, and that a capture does not change the cache."""
-    pretend_capture(monkeypatch)
-    model = random_model(6, max_position_embeddings=20)
-    fix_shapes(model)
-    expected = run_tree(random_model(6), prefilled(random_model(6), PREFIX, 20), TREE)
-    small, large = (model.new_cache(n, PassConfig(7, ranking=Ranking(3))) for n in (100, 600))
-    n_graphs = []
-    for cache in (small, large):
-        model.release(cache)
-    for _ in range(2):
-        cache = prefilled(model, PREFIX, 500, PassConfig(7, ranking=Ranking(3)))
-        assert cache is large
-        model.capture(cache, 10)
-        n_graphs.append(model.n_graphs)
-        assert_close(run_tree(model, cache, TREE), expected)
-        model.release(cache)
-    assert n_graphs[0] == n_graphs[1] > 0
-    tokens = [i % 90 for i in range(120)]  # past the positions that the model was trained for
-    again = model.prefill(tokens, model.new_cache(120))[0]
-    assert_close(again, run(random_model(6, max_position_embeddings=120), tokens)[-1])
-
-
-# The results of a pass that the host reads.
-
-
-@pytest.mark.parametrize("is_on_device", [False, True])
-@pytest.mark.parametrize(("are_logprobs", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.5)])
-@pytest.mark.parametrize("k", [0, 1, 3, SMALL_K, SMALL_K + 1, 40])
-def test_results_of_each_row_for_the_host(
-    k: int, are_logprobs: bool, temperature: float, is_on_device: bool
-) -> None:
-    """Compare the best id (the first of equals) and the candidates with a sort. There are no more
-    candidates than ids. The logits must not change, because sampling uses them. A device ranks by
-    other code."""
-    logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(k))
-    logits[1:3] = logits[1:3].round()  # so that some are equal
-    logits[3, 7], logits[4, 9] = torch.nan, torch.inf
-    logits[5, 3], logits[6] = -torch.inf, -torch.inf  # a forbidden token, and nothing else
-    before = logits.clone()
-    ranking = Ranking(k, are_logprobs, temperature=temperature)
-    hidden = torch.zeros(len(logits), 1)
-    scores = Scores(hidden, logits)
-    if is_on_device:
-        scores = RankedScores(hidden, logits, rank_logits(logits, ranking), ranking)
-    best, highest = scores.argmax(), scores.highest[0]
-    if are_logprobs:
-        ids, found, _ = scores.top_candidates(ranking)
-    else:
-        ids = scores.top_ids(k)
-        found = numpy.take_along_axis(logits.numpy(), ids, axis=1)
-    assert scores.logits is logits
-    torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    assert scores.finite_rows() == [True, True, True, False, False, True, False]
-    shift = logits.amax(dim=-1, keepdim=True) if temperature != 1 else 0.0
-    values = torch.log_softmax((logits - shift) / temperature, dim=-1) if are_logprobs else logits
-    for row in (0, 1, 2, 5):
-        ranked = sorted(range(30), key=lambda i, row=row: -float(logits[row, i]))
-        assert best[row] == ranked[0]
-        assert are_logprobs or highest[row] == float(logits[row, ranked[0]])
-        assert found[row].tolist() == values[row, ranked[:k]].tolist()
-        candidates = ids[row].tolist()
-        assert found[row].tolist() == values[row, candidates].tolist()
-        assert len(set(candidates)) == min(k, 30)
-        assert k > SMALL_K or candidates == ranked[:k]
+def check_no_setting_is_ignored(kind: type[GPTNeoX], changes: Changes) -> None:
+    """Check settings that no two golden files vary. gelu_fast is another name of gelu_new."""
+    logits = run(random_model(16, kind=kind, **changes), PREFIX)
+    assert (logits - run(random_model(16, kind=kind), PREFIX)).abs().max() > 1e-3
+    if "hidden_act" in changes:
+        newer = random_model(16, kind=kind, hidden_act="gelu_new")
+        assert torch.equal(logits, run(newer, PREFIX))

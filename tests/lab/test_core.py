@@ -1,0 +1,126 @@
+"""Tests that the ground floor is a whole, and that the fast engine writes what it writes."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fast import noisy_pair
+from growing import random_settings
+from small import ROOT, TINY, Captured
+
+import dynatree
+import dynatree_lab.engine.generate
+from draft_tree import Settings
+from dynatree_lab.cli.main import build_parser, main
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.rules import are_retrieved
+from dynatree_lab.methods.sampler import GREEDY, Sampling
+from gpt_neox import GPTNeoX
+
+Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # (target, draft) of the reference and of the fast engine
+CORE = ("gpt_neox", "draft_tree", "sampling", "verify", "dynatree")
+PROMPT = "The harbour lay quiet under the morning fog, and"
+# High temperatures: if only a few ids were likely, rounding would decide which others a tree has
+SAMPLINGS = (GREEDY, Sampling(4.0, 0.95, draft_temperature=3.0))
+
+
+def copy_core(folder: Path) -> None:
+    """Copy the five files and the embedded pair into a folder."""
+    for name in CORE:
+        shutil.copy(ROOT / f"{name}.py", folder)
+    shutil.copytree(TINY, folder / "models" / "tiny")
+
+
+def test_the_core_works_without_the_package(capsys: Captured, tmp_path: Path) -> None:
+    """Start dynatree.py through a link, where there is nothing else. It finds its own models,
+    writes the greedy text of the full program, and imports no package of the project. It does not
+    import torch's compiler either, which takes 2 s."""
+    core, elsewhere = tmp_path / "core", tmp_path / "elsewhere"
+    for folder in (core, elsewhere):
+        folder.mkdir()
+    copy_core(core)
+    (elsewhere / "link.py").symlink_to(core / "dynatree.py")
+    words = ["--prompt", PROMPT, "--max-new-tokens", "40"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["OMP_NUM_THREADS"] = "1"  # as the tests themselves
+    command = [sys.executable, "-X", "importtime", "link.py", *words]
+    alone = subprocess.run(command, cwd=elsewhere, env=variables, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert alone.stdout == captured.out and len(alone.stdout) > 100
+    (tokens_per_iter,) = re.findall(r" [\d.]+ tokens/iter", alone.stderr)
+    assert tokens_per_iter in captured.err
+    imported = set(re.findall(r"^import time: .*\| +(\S+)$", alone.stderr, re.MULTILINE))
+    names = {name.partition(".")[0] for name in imported}
+    packages = {"dynatree_lab", "tools", "bench"}
+    assert names >= set(CORE) - {"dynatree"} and not names & packages
+    assert "torch.nn" in imported and "torch._dynamo" not in imported
+
+
+def test_the_ground_floor_does_not_know_the_first() -> None:
+    """Check that one line of the six files and their tests names dynatree_lab: an error says there
+    that the full program has more options. A test looks for that line."""
+    files = [*(ROOT / f"{name}.py" for name in (*CORE, "bench")), *(ROOT / "tests").glob("*.py")]
+    named = [
+        (file.name, line)
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if "dynatree_lab" in line or "tests/lab" in line
+    ]
+    assert [file for file, _ in named] == ["dynatree.py", "test_program.py"]
+    assert all("(python -m dynatree_lab has more methods and options)" in line for _, line in named)
+
+
+def test_options_of_the_core_have_the_names_of_the_full_programs(capsys: Captured) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        dynatree.main(["--help"])
+    names = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(names) > 10 and names <= build_parser()._option_string_actions.keys()
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[GPTNeoX, GPTNeoX]]:
+    """Return a random target and a draft that is often right, as reference and as fast models."""
+    return [noisy_pair(3, kind=kind) for kind in (GPTNeoX, FastGPTNeoX)]
+
+
+def with_fixed_costs(settings: Settings) -> Settings:
+    """Return settings whose trees do not depend on measured times."""
+    return replace(settings, costs="0.3:0.04:0.2:0.4") if isinstance(settings, Auto) else settings
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_fast_engine_writes_what_the_reference_writes(
+    method: str, sampling: Sampling, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare tokens, trees and draft slots in every iteration, for random settings."""
+    reference, fast = pairs
+    rng = random.Random(f"{method} {SAMPLINGS.index(sampling)}")
+    settings = with_fixed_costs(random_settings(method, rng))
+    prompt = rng.choices(range(96), k=rng.randint(1, 30))
+    config = GenerationConfig(settings, sampling=sampling)
+    expected, found = (
+        list(map(describe, dynatree_lab.engine.generate.generate(*pair, prompt, config, 30)))
+        for pair in (reference, fast)
+    )
+    assert found == expected, settings
+
+
+def describe(step: Step) -> tuple:
+    """Return everything that a step holds except times and values of rows."""
+    tree = step.tree
+    rows = tree.tokens, tree.parents, tree.draft_slots, are_retrieved(tree)
+    others = step.bonus, step.predictions, step.draft_rows, step.cache_lengths
+    return step.tokens, rows, step.path, others

@@ -1,0 +1,134 @@
+"""Tests of the engine's loop: what every loop must do, rebuilt caches, memory, and steps."""
+
+from collections.abc import Iterator
+
+import pytest
+from fast import fix_shapes, generate, noisy_pair, pretend_capture, random_model
+from small import broken_at
+from test_dynatree import (
+    CHAIN,
+    COMMITS,
+    FULL,
+    OVERFLOWING,
+    PROMPT,
+    WIDE,
+    check_generations_share_nothing,
+    check_tokens_before_overflow,
+    checked_steps,
+    record_caches,
+    token_ids,
+)
+
+from draft_tree import Autoregressive, DynaTree, Settings
+from dynatree_lab.engine import memory
+from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Chain, PaddedAutoregressive, SpecInfer
+from gpt_neox import GPTNeoX
+from verify import NonFiniteLogits
+
+
+def write(
+    target: GPTNeoX,
+    draft: GPTNeoX | None,
+    settings: Settings,
+    limit: int,
+    prompt: list[int] = PROMPT,
+) -> Iterator[Step]:
+    return generate(target, draft, prompt, settings, limit)
+
+
+@pytest.mark.parametrize(("settings", "limit", "lengths"), COMMITS)
+def test_what_an_iteration_commits(settings: Settings, limit: int, lengths: list[int]) -> None:
+    model = random_model(7)
+    assert [len(step.tokens) for step in write(model, model, settings, limit)] == [1, *lengths]
+
+
+@pytest.mark.parametrize("commit", ["keep", "rebuild"])
+@pytest.mark.parametrize("settings", [CHAIN, WIDE, DynaTree(D0=4, B_mid=3, **FULL)])
+def test_each_token_and_both_caches_after_every_commit(
+    settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check also what a step says of the caches. commit="rebuild" runs the accepted rows again."""
+    models, caches = noisy_pair(3), record_caches(FastGPTNeoX, monkeypatch)
+    steps = generate(*models, PROMPT, settings, 30, commit=commit)
+    n_committed = len(PROMPT)
+    for step in checked_steps(steps, models, caches):
+        assert step.cache_lengths == (caches[0].length, caches[1].length)
+        if step.draft_rows:
+            n_run = sum(step.tree.draft_slots[row] >= 0 for row in step.path)
+            assert step.cache_lengths[1] == n_committed - 1 + n_run
+        n_committed += len(step.tokens)
+
+
+def test_an_unknown_commit_is_an_error() -> None:
+    with pytest.raises(ValueError, match="commit is never, it must be one of keep, rebuild"):
+        next(generate(random_model(0), None, [1], PaddedAutoregressive(), 5, commit="never"))
+
+
+def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the memory for both caches is required at the start. Each alone would fit, so the
+    error would come only when they are filled."""
+    target = random_model(7)
+    needed = target.cache_bytes(len(PROMPT) + 50 + 5)
+    monkeypatch.setattr(memory, "free_memory", lambda device: needed + needed // 2)
+    assert len(token_ids(generate(target, None, PROMPT, PaddedAutoregressive(), 50))) == 50
+    with pytest.raises(OutOfMemory, match="caches of 60 and 60 tokens"):
+        next(generate(target, target, PROMPT, Chain(K=4), 50))
+
+
+# Logits that are not finite.
+
+
+def test_tokens_before_a_non_finite_row_are_kept() -> None:
+    check_tokens_before_overflow(write, FastGPTNeoX)
+
+
+@pytest.mark.parametrize("prompt", OVERFLOWING)
+def test_an_overflow_in_the_prompt_is_an_error(
+    prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynatree_lab.engine.cache.PREFILL_CHUNK", 2)
+    with pytest.raises(NonFiniteLogits):
+        next(write(broken_at(9, FastGPTNeoX), None, Autoregressive(), 5, prompt))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_non_finite_draft_changes_no_text(method: str) -> None:
+    """Check a draft that overflows in the middle of the text or in all of it. Greedy ids must be
+    the target's, and sampled text must reach its full length."""
+    target = random_model(7)
+    text = token_ids(write(target, None, PaddedAutoregressive(), 20))
+    for token in (text[4], PROMPT[0]):
+        draft, settings = broken_at(token, FastGPTNeoX), METHODS[method]()
+        assert token_ids(generate(target, draft, PROMPT, settings, 20)) == text
+        steps = generate(target, draft, PROMPT, settings, 20, sampling=Sampling(1.0, 0.9))
+        assert len(token_ids(steps)) == 20
+
+
+# Rules and steps.
+
+
+@pytest.mark.parametrize("is_shaped", [False, True])
+def test_generations_share_nothing(is_shaped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also captured passes."""
+    pretend_capture(monkeypatch)
+    models = noisy_pair()
+    if is_shaped:
+        fix_shapes(*models)
+    check_generations_share_nothing(write, models)
+
+
+def test_a_step_has_the_targets_predictions() -> None:
+    """Check the target's best id after each row, and the number of rows of each draft pass."""
+    first, *steps = generate(random_model(0), random_model(1), [3, 1, 4], SpecInfer("2:2"), 20)
+    assert (first.tree.tokens, first.path, first.draft_rows) == ([4], [0], [])
+    assert steps[0].draft_rows == [4, 2]  # the prompt and the root, then two nodes
+    for step in steps:
+        after_path = [step.predictions[row] for row in step.path]
+        assert after_path[: len(step.tokens)] == step.tokens
+        assert len(step.predictions) == len(step.tree) == step.n_drafted + 1
+        assert len(step.draft_rows) == max(step.tree.depths)

@@ -1,0 +1,90 @@
+"""Tests of figures: which ones a file gives, the numbers that they show, and their files."""
+
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from small import ROOT, Captured, error_line
+from test_results import AR, make_head, make_text, write_results
+
+from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.plot import main
+from dynatree_lab.benchmark.results import Line, Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEPS = ROOT / "results" / "steps_cpu.jsonl"
+NAMES = ("ar", "linear", "dynatree tau=0.1", "hf-ar")
+
+
+def make_lines(cases: list[Case]) -> list[Line]:
+    """Return the lines of four prompts. The first row's throughputs are 50, 51, 54 and 59, the
+    next one's 51, 52, ..."""
+    lines = []
+    for (i, case), prompt in product(enumerate(cases), range(4)):
+        text = make_text(case, prompt, 50.0 + i + prompt**2)
+        if case.method in ("linear", "dynatree"):
+            text["depths"] = {"drafted": [40, 30, 2], "accepted": [30, 10, 2]}
+        if case.method in ("linear", "dynatree") and not case.temperature:
+            text["calibration"] = {"drafted": [90, 8, 2], "top1_match": [45, 8, 2]}
+        lines.append(text)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, "Figure"]:
+    """Return the figures of these rows, greedy and sampled."""
+    draw = pytest.importorskip("dynatree_lab.benchmark.figures").draw  # it needs seaborn
+    cases = [replace(AR, row=row, temperature=t) for t in (0.0, 0.6) for row in NAMES]
+    found = Results(make_head(cases, 4))
+    for line in make_lines(cases):
+        found.add(line)
+    return draw(found)
+
+
+def test_bars_are_medians_and_whiskers_quartiles(drawn: dict[str, "Figure"]) -> None:
+    """Check also that a method has one colour, whatever its settings."""
+    speed, speedup, _ = drawn[""].axes
+    widths = {round(bar.get_center()[1]): bar.get_width() for bar in speed.patches}
+    assert widths == {i: 52.5 + i for i in range(8)}
+    linear = speedup.patches[0]  # ar has no speedup, and its line in the panel stays empty
+    assert linear.get_width() == pytest.approx((52 / 51 + 55 / 54) / 2)
+    assert linear.get_center()[1] == pytest.approx(1)
+    whisker = speed.lines[0].get_xdata()
+    assert (min(whisker), max(whisker)) == (50.75, 55.25)
+    assert {"52", "54", "56"} <= {text.get_text() for text in speed.texts}
+    labels = [tick.get_text() for tick in speed.get_yticklabels()]
+    assert labels == [f"{name} t={t}" for t in (0.0, 0.6) for name in NAMES]
+    assert len({bar.get_facecolor() for bar in speed.patches}) == 4
+
+
+def test_rates_are_of_ten_or_more(drawn: dict[str, "Figure"]) -> None:
+    """Check that sampled texts count for depths, but not for calibration."""
+    depth, calibration = drawn["_depth"].axes, drawn["_calibration"].axes
+    assert len(depth) == 4 and len(calibration) == 2
+    points = depth[0].lines[0].get_xydata().tolist()
+    assert points == [[1, 0.75], [2, 1 / 3]]  # two trees of four prompts are too few
+    points = calibration[0].lines[0].get_xydata().tolist()
+    assert points == [[0.025, 0.5], [pytest.approx(0.075), 1.0]]
+
+
+def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the names of figures, a file without texts, and the line of a package that is
+    missing."""
+    pytest.importorskip("seaborn")
+    file = tmp_path / "a$\\frac$.jsonl"
+    head = make_head([AR], 4, machine=make_head([])["machine"] | {"processor": "a$\\frac$"})
+    write_results(file, make_lines([AR]), head)
+    assert main([str(file), str(STEPS), "--output", str(tmp_path / "made")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"note: {STEPS} has no texts to draw\n"
+    (figure,) = (tmp_path / "made").iterdir()
+    assert captured.out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
+    line = error_line(capsys, main, [str(file), "--output", str(figure)])
+    assert "cannot be written: File exists" in line
+    monkeypatch.setitem(sys.modules, "dynatree_lab.benchmark.figures", None)
+    assert "pip install -e '.[plot]'" in error_line(capsys, main, [str(file)])

@@ -1,0 +1,126 @@
+"""Tests of programs as processes: their start, a kill, a closed pipe, files that they replace."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import pytest
+from small import ROOT, Captured
+from test_trace import data_of
+
+from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.main import main
+from dynatree_lab.cli.start import run_program
+
+OPTIONS = ["--prompt", "The ship sailed at dawn", "--ignore-eos", "--threads", "1"]
+
+
+def start(command: list[str]) -> subprocess.Popen:
+    """Start a command in its own process group, as a shell does. Python's output is buffered."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
+
+
+def wait_for(stream: IO[str], word: str) -> None:
+    """Read lines until one has this word."""
+    assert any(word in line for line in stream), f"there was no {word!r}"
+
+
+def test_a_text_whose_reader_ends(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that `| head` ends a program without a word, also when Python flushes its output."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main([*OPTIONS, "--max-new-tokens", "9"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("target ")
+
+
+def test_a_killed_text_is_kept(tmp_path: Path) -> None:
+    """Check SIGTERM, which raises what Ctrl-C raises."""
+    page = tmp_path / "page.html"
+    more = ["--max-new-tokens", "1900", "--json", "--show-tree", "--html", str(page)]
+    with start([sys.executable, "-m", "dynatree_lab", *OPTIONS, *more]) as process:
+        wait_for(process.stderr, "iteration 5:")
+        process.terminate()
+        out, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err, err
+    report, shown = json.loads(out), data_of(page.read_text())
+    assert report["interrupted"] and report["finish_reason"] is None
+    assert 5 < len(report["token_ids"]) < 1900
+    assert shown["interrupted"] and shown["token_ids"] == report["token_ids"]
+    assert " tokens/s, " in err
+
+
+def test_a_start_without_the_packages() -> None:
+    with start([sys.executable, "-S", "-m", "dynatree_lab"]) as process:  # without site-packages
+        out, err = process.communicate()
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("error: No module named ") and len(err.splitlines()) == 1
+    assert "pip install -e ." in err
+
+
+@pytest.fixture
+def some_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file of a module to run. The signals and variables of this process stay."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.delitem(sys.modules, "some_program", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    return tmp_path / "some_program.py"
+
+
+def test_a_module_that_no_package_has_is_an_error_in_code(some_program: Path) -> None:
+    """Check that a typo in a fork's own file keeps its traceback."""
+    some_program.write_text("raise ModuleNotFoundError('x', name='torch.typo')\n")
+    with pytest.raises(ModuleNotFoundError):
+        run_program("some_program")
+
+
+def test_huge_pages_are_asked_for(some_program: Path) -> None:
+    some_program.write_text("import os\nmain = lambda: os.environ['THP_MEM_ALLOC_ENABLE']\n")
+    with pytest.raises(SystemExit) as ended:
+        run_program("some_program")
+    assert ended.value.code == "1"
+
+
+def test_a_character_that_the_output_cannot_encode(
+    some_program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check an output in ASCII, as an old locale has it. Such a text once ended in an error."""
+    some_program.write_text("main = lambda: print('naïve')\n")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit):
+        run_program("some_program")
+    out.flush()
+    assert out.buffer.getvalue() == b"na?ve\n"
+
+
+def test_ctrl_c_while_importing(some_program: Path) -> None:
+    some_program.write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(SystemExit) as ended:
+        run_program("some_program")
+    assert ended.value.code == 130
+
+
+def test_a_program_runs_in_a_thread() -> None:
+    """Check a program that a server or a notebook calls outside of the main thread, where Python
+    sets no signal handlers. It once ended in an error."""
+    found = []
+    parser = Parser(prog="x")
+    thread = threading.Thread(
+        target=lambda: found.append(run_command_line(lambda args: 0, parser, []))
+    )
+    thread.start()
+    thread.join()
+    assert found == [0]

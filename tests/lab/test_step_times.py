@@ -1,0 +1,83 @@
+"""Tests of the predicted time of a text: the sum of its passes, which were timed one by one."""
+
+from pathlib import Path
+
+import pytest
+from fast import generate, random_model
+from small import random_config, random_tensors
+from torch import Tensor
+
+from draft_tree import DynaTree, Settings
+from dynatree_lab.benchmark.step_times import StepTimes, padded_rows, step_bytes
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.static import Chain, PaddedAutoregressive
+from dynatree_lab.pair import Pair
+
+PAIR = Pair(random_model(0), random_model(1), None, Path(), None, {})
+PROMPT = [3, 1, 4, 1, 5]
+# A row of the target takes 1 ms, of the draft 1,000 ms
+BY_ROW = StepTimes(5, [1, 128], [1.0, 128.0], [1e3, 128e3], 0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "commit"),
+    [
+        (PaddedAutoregressive(), "keep"),
+        (Chain(K=3), "rebuild"),
+        (DynaTree(tau=0.01), "keep"),
+        (DySpec(N=16), "rebuild"),
+    ],
+)
+def test_predicted_passes_are_those_that_ran(
+    settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the predicted rows with those of the passes after prefill. Rows of the draft that are
+    cut from the tree after their pass count as well."""
+    ran = {id(PAIR.target.gpt_neox): [], id(PAIR.draft.gpt_neox): []}
+    real = FastCache.look_up
+
+    def spy(self: FastCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        ran[id(self.transformer)].append(len(tokens))
+        return real(self, tokens, positions)
+
+    monkeypatch.setattr(FastCache, "look_up", spy)
+    steps = list(generate(PAIR.target, PAIR.draft, PROMPT, settings, 30, commit=commit))
+    found = BY_ROW.predict_ms(PAIR, GenerationConfig(settings, commit=commit), steps)
+    verified, drafted = ran.values()
+    assert found == sum(verified[1:]) + 1e3 * sum(drafted)  # the first is prefill
+    n_kept = sum(slot >= 0 for step in steps[1:] for slot in step.tree.draft_slots[1:])
+    n_run = sum(sum(step.draft_rows[1:]) for step in steps[1:])
+    assert (n_run > n_kept) == isinstance(settings, DySpec)
+
+
+def test_passes_are_padded_as_their_own_model_pads_them() -> None:
+    """Check minimum rows of one model and of the method, and the fixed row counts on CUDA."""
+    model = random_model(0)
+    model.min_rows = 3
+    assert [padded_rows(model, n, 1) for n in (1, 4)] == [3, 4] and padded_rows(model, 1, 5) == 5
+    model.has_fixed_shapes = True
+    assert [padded_rows(model, n, 1) for n in (3, 5, 8, 200, 1025)] == [4, 8, 8, 256, 1025]
+
+
+def test_a_pass_is_compared_with_its_floor() -> None:
+    times = StepTimes(200, [1, 2], [2.0, 2.0], [0.5, 0.5], 3_000_000, 1_000_000, 2.0)
+    assert times.describe_floor("target") == (
+        "A one-row target pass at 200 cached tokens takes 2.00 ms. Reading its 3.0 MB at the 2.0 "
+        "GB/s of a copy takes 1.50."
+    )
+
+
+def test_step_bytes_are_every_matrix_but_the_input_embedding() -> None:
+    """Check bytes as stored: a float32 matrix that is exact in float16 takes two bytes a number."""
+    hidden, wide, n_ids = 32, 64, 96
+    layer = (hidden + 1) * (3 * hidden + wide) + (hidden + wide + 1) * hidden
+    head = (hidden + 1) * n_ids
+    cache = 4 * 2 * 2 * 10 * hidden  # bytes of keys and values, layers, tokens
+    assert step_bytes(random_model(0), 10) == 4 * (2 * layer + head) + cache
+    tensors = {name: t.half().float() for name, t in random_tensors(random_config(), 0).items()}
+    n_biases = 2 * (3 * hidden + wide + hidden) + n_ids
+    half = 2 * (2 * layer + head + n_biases) + cache
+    assert step_bytes(FastGPTNeoX.from_tensors(random_config(), tensors), 10) == half
