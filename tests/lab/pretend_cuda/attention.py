@@ -31,10 +31,11 @@ def scaled_dot_product_attention(
         return host_attention(*given, **options)
     if n_ours < len(given):
         raise RuntimeError("Expected all tensors to be on the same device")
-    if attn_mask.dtype != query.dtype:
-        raise RuntimeError("Expected attn_mask dtype to match query dtype")
+    if attn_mask.dtype not in (torch.bool, query.dtype):
+        raise RuntimeError("Expected attn_mask dtype to be bool or to match query dtype")
     if query.shape[-1] * query.dtype.itemsize % ALIGNMENT == 0:  # else torch uses another kernel
-        require_aligned(*given)
+        # Torch turns a bool mask into a new bias, which is aligned
+        require_aligned(*(given[:3] if attn_mask.dtype == torch.bool else given))
     return run(attend_on_host, ATTENTION, given, options)
 
 
@@ -44,19 +45,19 @@ def attend_on_host(*given: Tensor, **options: object) -> Tensor:
         return host_attention(*given, **options)
 
 
-def require_aligned(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> None:
+def require_aligned(*given: Tensor) -> None:
     """Raise RuntimeError if the kernel cannot read query [B, H, n, D], key or value [B, H, S, D],
-    or bias [n, S].
+    or bias [n, S], given in this order.
 
     torch itself does not check value, nor B: a GPU would read at a misaligned address. It copies
     a bias with unaligned strides in every call, which takes time.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_bias", bias)):
+    for name, tensor in zip(("query", "key", "value", "attn_bias"), given, strict=False):
         size = tensor.dtype.itemsize
         faults = ["pointer"] if tensor.storage_offset() * size % ALIGNMENT else []
         for axis, letter in AXES[: tensor.ndim - 1]:
             # torch checks M and H of the three even if there is only one row or head
-            is_read = tensor.shape[axis] > 1 or (letter in "MH" and tensor is not bias)
+            is_read = tensor.shape[axis] > 1 or (letter in "MH" and name != "attn_bias")
             if is_read and tensor.stride(axis) * size % ALIGNMENT:
                 faults.append(f"stride{letter}")
         if faults:
