@@ -115,7 +115,7 @@ class ModelDrafter(Drafter):
         self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
         mask = torch.from_numpy(self.mask)
         logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
-        self.cache.commit(range(n))  # the next level comes after it; `commit` below rewinds
+        self.cache.length += n  # the next level comes after it; `commit` rewinds
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:

@@ -94,7 +94,9 @@ def test_temperature_and_top_p_are_as_defined(temperature: float, top_p: float) 
         torch.testing.assert_close(found / found.sum(dim=-1, keepdim=True), expected.float())
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1e-30, 1.0), (2e-38, 1.0), (1.0, 1e-30)])
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1e-30, 1.0), (2e-38, 1.0), (1e-300, 1.0), (1.0, 1e-30)]
+)
 def test_the_coldest_text_is_the_likeliest(temperature: float, top_p: float) -> None:
     """Check settings so small that a quotient by them, or their own rounding, is inf or 0."""
     logits = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.7, 0.1, 0.1, 0.1]]).log() + 9

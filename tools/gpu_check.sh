@@ -30,7 +30,7 @@ step() {
 check() {
   step -m torch.utils.collect_env
   step -m tools.gpu_first_pass $dry
-  step -m pytest -o addopts= -m cuda -k "$test" tests/lab/test_cuda.py
+  step -m pytest -p no:xdist -m cuda -k "$test" tests/lab/test_cuda.py
   local table=(-m dynatree_lab.benchmark "${models[@]}" $sizes --output "$out/$name")
   step "${table[@]}_main.jsonl" $methods
   step "${table[@]}_strict.jsonl" --methods "ar,dynatree,ar strict,dynatree strict"

@@ -95,3 +95,16 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -
         candidates = drafter.draft(text[-1:], None, 96)
         _, expected = generate_streaming(draft, text, Window(12, 2), 0)
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
+
+
+def test_levels_of_a_tree_drop_nothing() -> None:
+    """Check that a draft's window drops tokens only when they are committed, and not while a tree
+    grows to its end: later levels would have other positions. Once they had."""
+    window = Window(12, 2)
+    run = ModelRun(random_model(1), 240, 8, PassConfig(window=window, is_draft=True))
+    drafter = ModelDrafter(run)
+    with torch.inference_mode():
+        drafter.start(list(range(window.max_length - 3)), 240, 96)
+        drafter.draft([window.max_length - 4], None, 3)
+        drafter.draft([5, 6, 7], [0, 0, 0], 3)
+    assert run.cache.n_dropped == 0 and run.cache.length == window.max_length
