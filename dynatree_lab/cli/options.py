@@ -23,6 +23,7 @@ from dynatree_lab.methods.acceptances import ACCEPTANCES
 from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
 from gpt_neox import GPTNeoX
 
+MAX_THREADS = 1024  # torch crashes with too many
 PYTHIA = ("EleutherAI/pythia-2.8b", "EleutherAI/pythia-70m")  # the papers' target and draft
 
 
@@ -131,10 +132,12 @@ def require_one_pair(args: argparse.Namespace) -> None:
 
 def set_threads(n: int | None, device: torch.device) -> None:
     """Use n CPU threads. None means torch's default on CPU, and one thread on CUDA, where waking a
-    second thread takes longer than the host's work."""
+    second thread takes longer than the host's work. Raises UsageError."""
     if n is None and device.type == "cuda":
         n = 1
     if n is not None:
+        if not 1 <= n <= MAX_THREADS:
+            raise UsageError(f"--threads is {n}, it must be from 1 to {MAX_THREADS}")
         torch.set_num_threads(n)
 
 

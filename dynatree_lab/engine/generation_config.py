@@ -30,6 +30,8 @@ FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
 SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
 SAMPLING.pop("draws_greedy")  # for tests and tables
 NUMBERS = {"window": int, "sinks": int, **SAMPLING}  # window=512
+# The values that greedy text may have; its seed has no effect
+NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0}
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,12 @@ class GenerationConfig:
             raise ValueError(f"{name} is no argument; {known}; {how}")
         if self.sampling != GREEDY:
             raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
-        for name in ("top_k", "top_p", "min_p", "seed"):
-            if name in given and not given.get("temperature"):
-                raise ValueError(f"{name} needs a temperature above 0")
         sampling, rule = Sampling(**given), self.make_rule()
+        if sampling.is_greedy:
+            for name, neutral in NEUTRAL.items():
+                if getattr(sampling, name) != neutral:
+                    raise ValueError(f"{name} needs a temperature above 0")
+            sampling = replace(sampling, seed=GREEDY.seed)  # so that equal texts have equal configs
         if sampling.draft_temperature and not has_temperature(rule, sampling.draws_candidates):
             why = "the method's trees do not depend on the draft's probabilities"
             raise ValueError(f"draft_temperature has no effect, because {why}")
