@@ -35,7 +35,7 @@ if not TINY.exists():  # the project is installed
     TINY = Path(__file__).parent / "tiny"
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
-UNITS = {"M": 10**6, "G": 10**9}
+POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}  # of 1,000, or of 1,024 in KiB, MiB, ...
 
 Report = dict[str, str | int | None]
 
@@ -167,7 +167,7 @@ def load_pair(
     dtype: torch.dtype | str | None = None,
     draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
-    target_memory: str | None = None,
+    target_memory: int | str | None = None,
 ) -> Pair:
     """Find, check and load the models. Each rank loads its shard of the target.
 
@@ -177,8 +177,8 @@ def load_pair(
         device, dtype: None for the defaults of choose_device and choose_dtype.
         draft_dtype: None for the default of choose_draft_dtype.
         announce: called with lines about the models and before a download.
-        target_memory: a size such as "2GB". Layers of the target that do not fit into it are read
-            from their files in each pass.
+        target_memory: bytes, or a size such as "2GB" or "1.5GiB". Layers of the target that do not
+            fit into it are read from their files in each pass.
 
     Warns of settings in the target's generation_config.json that are not used. Raises UsageError
     for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
@@ -272,9 +272,13 @@ def describe_layers(target: StreamedGPTNeoX) -> str:
     return f"{kept}, and each pass reads {layers.bytes_per_pass / 1e9:.3g} GB"
 
 
-def parse_size(word: str) -> int:
-    """Return the bytes of a size such as 2GB, 1.5 GB or 800MB. Raises UsageError."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([MG])B", str(word).strip(), re.IGNORECASE)
+def parse_size(size: int | str) -> int:
+    """Return the bytes of a size: an int is bytes, a word is like 2GB, 1.5 GiB, 800M. Raises
+    UsageError."""
+    if isinstance(size, int) and size >= 0:
+        return size
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+) *([KMGT])(i?)B?", str(size).strip(), re.IGNORECASE)
     if not found:
-        raise UsageError(f"--target-memory is {word!r}, it must be like 2GB or 800MB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+        raise UsageError(f"--target-memory is {size!r}, it must be like 2GB, 800M or 1.5GiB")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** POWERS[found[2].upper()])

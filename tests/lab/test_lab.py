@@ -14,7 +14,7 @@ import dynatree_lab as lab
 from draft_tree import DynaTree
 from dynatree_lab.cli.main import main
 from dynatree_lab.methods.static import Chain
-from dynatree_lab.pair import Pair
+from dynatree_lab.pair import Pair, parse_size
 from gpt_neox import GPTNeoX
 
 PROMPT = "The ship sailed at dawn"
@@ -51,7 +51,7 @@ def test_the_examples_run(
 
 
 def test_a_streamed_target_writes_the_same_text(pair: Pair) -> None:
-    streamed = lab.load_pair(target_memory="30MB")
+    streamed = lab.load_pair(target_memory=30_000_000)
     result = lab.write_text(streamed, PROMPT, max_new_tokens=16)
     assert result.ids == lab.write_text(pair, PROMPT, max_new_tokens=16).ids
     assert "30.0MB" in result.data["command"]
@@ -128,7 +128,8 @@ INVALID = [  # arguments besides the pair, the ValueError
     ({"eos_ids": ["a"]}, r"eos_ids is \['a'\], it must be a sequence"),
     ({"config": "dynatree window=8"}, "window is 8, it must be from 64 to"),
     ({"config": "linear", "draft_temperature": 2.0}, "draft_temperature has no effect, because"),
-    ({"seed": 3}, "seed needs a temperature above 0"),
+    ({"top_k": 3}, "top_k needs a temperature above 0"),
+    ({"seed": -3}, "seed is -3, it must be an integer"),
     ({"config": "dynatree top_p=0.5"}, "top_p needs a temperature above 0"),
     ({"stop": ""}, "stop is '', it must be a text or several, none of them empty"),
     ({"stop": [1]}, r"stop is \[1\], it must be a text"),
@@ -157,6 +158,7 @@ def test_mistakes_with_models_are_one_error(pair: Pair, tmp_path: Path) -> None:
     calls = [
         (lambda: lab.load_pair(5), "target is 5, it must be a folder or a hub name"),
         (lambda: lab.load_pair(device="tpu"), "--device is 'tpu'"),
+        (lambda: lab.load_pair(target_memory=-1), "--target-memory is -1, it must be like 2GB"),
         (lambda: lab.write_text(alone, PROMPT), "the pair has no draft: load one, or use ar"),
         (lambda: lab.save_page("text", "run.html"), "it must be a Result of write_text"),
         (lambda: lab.draw_tree(step, pair), "draw_tree takes a step of a result"),
@@ -166,6 +168,27 @@ def test_mistakes_with_models_are_one_error(pair: Pair, tmp_path: Path) -> None:
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_neutral_values_suit_every_temperature(pair: Pair, capsys: Captured) -> None:
+    """Check that a greedy text may have the neutral values of sampling, and any seed."""
+    neutral = {"temperature": 0, "seed": 1, "top_p": 1, "top_k": 0, "min_p": 0}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in neutral.items()]
+    plain = lab.write_text(pair, PROMPT, max_new_tokens=12)
+    found = lab.write_text(pair, PROMPT, max_new_tokens=12, **neutral)
+    assert found.text == plain.text and found.request.config == plain.request.config
+    assert main(["--prompt", PROMPT, "--max-new-tokens", "12", *options]) == 0
+    assert capsys.readouterr().out == plain.text + "\n"
+    words = [f"{name}={value}" for name, value in neutral.items()]
+    assert lab.GenerationConfig.parse("dynatree", *words) == plain.request.config
+
+
+SIZES = [("2G", 2e9), ("500m", 5e8), ("1.5 GiB", 1.5 * 2**30), ("1TB", 1e12), ("4kib", 4096)]
+
+
+@pytest.mark.parametrize(("size", "n_bytes"), [*SIZES, (30_000_000, 3e7)])
+def test_sizes_have_units_and_numbers_are_bytes(size: int | str, n_bytes: float) -> None:
+    assert parse_size(size) == n_bytes
 
 
 def test_words_and_keywords_are_one_sampling(pair: Pair) -> None:

@@ -268,8 +268,8 @@ def test_float64_files_stream_as_well(copied: Path) -> None:
 
 
 MISTAKES = [
-    ([f"--target-memory={size}"], f"--target-memory is '{size}', it must be like 2GB or 800MB")
-    for size in ("0", "2", "GB", "-1GB", "1.2.3GB", "2TB")
+    ([f"--target-memory={size}"], f"--target-memory is '{size}', it must be like 2GB, 800M")
+    for size in ("0", "2", "GB", "-1GB", "1.2.3GB", "2PB", "2iB")
 ]
 MISTAKES += [
     (
