@@ -44,7 +44,8 @@ def load_prompts(dataset: str, file: str | None, n_prompts: int = 12) -> list[st
     n_prompts: how many will be used; of PG-19's hundred books as many are fetched, evenly spaced.
     """
     if file is not None:
-        texts, unit = read_prompts(Path(file))
+        found, unit = read_prompts(Path(file))
+        texts = [prompt["prompt"] for prompt in found]
         used = f"; {n_prompts} of them are used" if n_prompts < len(texts) else ""
         print_line(f"note: {file} has {len(texts)} prompts, {unit}{used}")
         return texts
@@ -139,4 +140,5 @@ def pick_evenly(items: Sequence, n: int) -> list:
 
 
 # Twelve prompts: encyclopaedic, narrative, lists and code
-BUILTIN = tuple(read_prompts(Path(__file__).with_name("prompts.jsonl"))[0])
+FILE_OF_BUILTIN = Path(__file__).with_name("prompts.jsonl")
+BUILTIN = tuple(prompt["prompt"] for prompt in read_prompts(FILE_OF_BUILTIN)[0])

@@ -28,9 +28,10 @@ from dynatree_lab.cli.options import (
     require_fit,
     warn_of_length,
 )
-from dynatree_lab.cli.prompts import read_prompts, read_text
+from dynatree_lab.cli.prompts import Prompt, read_prompts, read_text
 from dynatree_lab.cli.terminal import LayerProgress
 from dynatree_lab.drawing import LEGEND, draw_tree
+from dynatree_lab.engine.checkpoint import first_line
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
@@ -94,7 +95,7 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add("--logprobs", type=int, nargs="?", const=0, metavar="K", help=logprobs)
 
 
-def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
+def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
     """Check all options and load the models. Return the prompts, and a request that has none
     yet."""
     if args.max_new_tokens < 1:
@@ -108,7 +109,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
     is_drafting = config.make_rule().max_depth > 0
     if args.prompts and (args.html or args.trace):
         raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
-    texts = from_rank_0(read_texts, args)
+    prompts = from_rank_0(choose_prompts, args)
     for name in filter(None, (args.html, args.trace)):
         if not Path(name).absolute().parent.is_dir():  # before a long run
             raise UsageError(f"{name} cannot be written: no such folder")
@@ -132,16 +133,16 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], Request]:
         logprobs=args.logprobs,
         is_recorded=bool(args.html or args.trace),
     )
-    return texts, request
+    return prompts, request
 
 
-def read_texts(args: argparse.Namespace) -> list[str]:
-    """Return the text of the prompt, or those of --prompts, and print how many these are."""
+def choose_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """Return the prompt, or those of --prompts, and print how many these are."""
     if args.prompts is None:
-        return [args.prompt if args.prompt_file is None else read_text(args.prompt_file)]
-    texts, unit = read_prompts(Path(args.prompts))
-    print_line(f"note: {args.prompts} has {len(texts)} prompts, {unit}")
-    return texts
+        return [{"prompt": read_text(args.prompt_file) if args.prompt_file else args.prompt}]
+    prompts, unit = read_prompts(Path(args.prompts))
+    print_line(f"note: {args.prompts} has {len(prompts)} prompts, {unit}")
+    return prompts
 
 
 def with_prompt(request: Request, text: str, i: int) -> Request:
@@ -163,42 +164,48 @@ def write(parser: Parser, args: argparse.Namespace) -> int:
 
     A mistake in one of --prompts is reported, and the others go on.
     """
-    texts, request = prepare(args)
+    prompts, request = prepare(args)
     if args.prompts is None:
-        return write_one(with_prompt(request, texts[0], 0), args)
+        request = with_prompt(request, prompts[0]["prompt"], 0)
+        return write_one(Result(request, args.command), args, {})
     status = 0
-    for i, text in enumerate(texts):
-        name = f"prompt {i + 1} of {len(texts)}"
+    for i, prompt in enumerate(prompts):
+        name, result = f"prompt {i + 1} of {len(prompts)}", None
         print_line(name)
+        others = prompt | {"settings": {"prompt_number": i + 1}}
         try:
-            found = write_one(with_prompt(request, text, i), args, i + 1)
+            result = Result(with_prompt(request, prompt["prompt"], i), args.command)
+            found = write_one(result, args, others)
         except Exception as error:
             # Memory may be short on one rank only, and the others then wait for it
             if world_size() > 1 and not isinstance(error, UsageError):
                 raise
             found = report_mistake(error, parser, f"{name}: ")
+            if args.json and not (result and result.steps):  # it has no object yet
+                print(json.dumps(others | {"error": first_line(error)}), flush=True)
         status = max(status, found)
     return status
 
 
-def write_one(request: Request, args: argparse.Namespace, number: int | None = None) -> int:
-    """Write the text of a request and return the exit status. number: of its prompt in a file."""
-    result, comparison = Result(request, args.command), None
+def write_one(result: Result, args: argparse.Namespace, others: dict) -> int:
+    """Write the text of a result and return the exit status. others: what --json prints besides."""
+    request, comparison = result.request, None
     if args.compare:
         for warm_up in (request, reference_of(request)):  # so that neither is the first to run
             list(islice(warm_up.decode(), warm_up.pair.warm_up_steps))
-    is_interrupted = True  # or failed, until everything is done
+    end: dict = {"interrupted": True}  # or failed, until everything is done
     try:
         stream(result, args)
         if args.compare:
-            comparison = compare(request, result.steps)
+            end["compare"] = comparison = compare(request, result.steps)
             print_line(describe_comparison(comparison))
-        is_interrupted = False
+        end["interrupted"] = False
+    except Exception as error:
+        end["error"] = first_line(error)
+        raise
     finally:
         if result.steps:
-            others = {"interrupted": is_interrupted}
-            others |= {"compare": comparison} if comparison else {}
-            write_outputs(result, args, others, number)
+            write_outputs(result, args, others, end)
     if comparison is None or not is_wrong(comparison):
         return 0
     if request.config.strict or request.pair.target.dtype == torch.float32:
@@ -260,14 +267,12 @@ def print_summary(result: Result) -> None:
         print_line(f"captured {n_graphs} {graphs} in {capture_s:.1f} s so far, not counted above")
 
 
-def write_outputs(
-    result: Result, args: argparse.Namespace, others: dict, number: int | None
-) -> None:
-    """Print the object of --json, and write the page and the trace, as the options ask. others: to
-    report besides the result."""
-    found = result.report() | others
-    if number is not None:
-        found["settings"]["prompt_number"] = number
+def write_outputs(result: Result, args: argparse.Namespace, others: dict, end: dict) -> None:
+    """Print the object of --json, and write the page and the trace, as the options ask. others,
+    end: what it has besides the result's report, whose keys replace those of `others`."""
+    report = result.report()
+    report["settings"] |= others.get("settings", {})
+    found = others | report | end
     if (args.html or args.trace) and rank() == 0:
         save_trace(result.data | found, args.html, args.trace)
     if args.json:

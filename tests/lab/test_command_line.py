@@ -310,12 +310,31 @@ def test_a_line_per_prompt_is_that_of_a_run_of_its_own(capsys: Captured, tmp_pat
     (error,) = re.findall("^error: .*", captured.err, re.MULTILINE)
     assert error.startswith("error: prompt 2 of 3: ")
     lines = [json.loads(line) for line in captured.out.splitlines()]
+    failed = lines.pop(1)
+    assert failed["prompt"] == prompts[1] and failed["settings"] == {"prompt_number": 2}
+    assert error.endswith(failed["error"]) and "text" not in failed
     for found, i in zip(lines, (0, 2), strict=True):
         assert main([*hot, "--seed", str(5 + i), "--prompt", prompts[i]]) == 0
         alone = json.loads(capsys.readouterr().out)
         for name in ("token_ids", "text", "finish_reason"):
             assert found[name] == alone[name]
         assert found["settings"] == alone["settings"] | {"prompt_number": i + 1}
+
+
+def test_objects_of_prompts_can_be_joined_with_the_file(capsys: Captured, tmp_path: Path) -> None:
+    """Check that object i has the keys of line i, and that no key of the line replaces its own."""
+    lines = [
+        {"question_id": 81, "turns": [PROMPT, "a"], "text": "mine"},
+        {"prompt": OTHER, "x": []},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["--prompts", str(file), "--json", *AR, *DRAFT_TWICE]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in found] == [PROMPT, OTHER]
+    assert found[0]["question_id"] == 81 and found[0]["turns"] == [PROMPT, "a"]
+    assert found[1]["x"] == [] and "question_id" not in found[1]
+    assert found[0]["text"] != "mine" and "prompt" not in run_json(capsys, [*AR, *DRAFT_TWICE])
 
 
 def test_texts_of_prompts_follow_one_another(capsys: Captured, tmp_path: Path) -> None:
@@ -359,6 +378,8 @@ def test_an_error_keeps_the_lines_of_all_prompts(
     captured = capsys.readouterr()
     lines = [json.loads(line) for line in captured.out.splitlines()]
     assert [line["interrupted"] for line in lines] == are_interrupted
+    expected = "x" if status == 2 else None  # Ctrl-C is no error
+    assert [line.get("error") for line in lines] == [None, expected, None][: len(lines)]
     assert captured.err.count("error: ") == captured.err.count("error: prompt 2 of 3: x;")
 
 
@@ -367,7 +388,9 @@ def test_a_seed_that_is_too_large_ends_only_its_prompt(capsys: Captured, tmp_pat
     options = ["--temperature", "1", "--seed", str(MAX_SEED), "--max-new-tokens", "5", "--json"]
     assert main(["--prompts", file, *options, *DRAFT_TWICE]) == 2
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["settings"]["prompt_number"] == 1
+    first, second = map(json.loads, captured.out.splitlines())
+    assert first["settings"]["prompt_number"] == 1 and "error" not in first
+    assert second["prompt"] == OTHER and second["error"].startswith("--seed is ")
     assert f"error: prompt 2 of 2: --seed is {MAX_SEED + 1}, it must be" in captured.err
 
 

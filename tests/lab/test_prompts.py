@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from email.message import Message
-from io import BytesIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
+from typing import TextIO
 from urllib.error import HTTPError
 from urllib.request import Request
 
@@ -14,6 +16,7 @@ from small import TINY, Captured
 
 from dynatree_lab.benchmark import prompts
 from dynatree_lab.benchmark.prompts import cut_prompts, load_prompts, script_prompts
+from dynatree_lab.cli.prompts import read_prompts, read_text
 from dynatree_lab.errors import UsageError
 from dynatree_lab.pair import load_tokenizer
 
@@ -49,6 +52,9 @@ def json_lines(*objects: object, end: str = "\n") -> str:
         ),
         (f"{CODE}\n", CODE.split("\n"), "2 prompts, one per line"),
         ("[1] Name it.\n{x} is?", ["[1] Name it.", "{x} is?"], "2 prompts, one per line"),
+        ('"Hm."\n\n"a\\nb"\n', ["Hm.", "a\nb"], "2 prompts, one per JSON string"),
+        ('"Hm," he\n"Hm."\n', ['"Hm," he', '"Hm."'], "2 prompts, one per line"),
+        ("\ufeffOne.\nTwo.", ["One.", "Two."], "2 prompts, one per line"),
         (WIKITEXT, [f"{LONG.strip()}\nmore of it", LONG.strip()], "one per paragraph of WikiText"),
     ],
 )
@@ -76,7 +82,8 @@ def test_prompts_of_the_authors_script() -> None:
         (b"\xe9" * 300, "is not UTF-8: "),
         (b'{"prompt": "x"}\n\nnot json\n', "line 3 is not JSON: "),
         (b'{"prompt": "x"\n', "line 1 is not JSON: "),
-        (b'{"prompt": "x"}\n"x"\n', "line 2 has no text as `prompt`"),
+        (b'{"prompt": "x"}\n7\n', "line 2 has no text as `prompt`"),
+        (b'"x"\n""\n', "line 2 has no text"),
         (b'{"turns": []}\n', "line 1 has no text"),
         (b'{"prompt": ""}\n', "line 1 has no text"),
         (b'[\n {"prompt": "x"}\n]\n', "is a JSON array; use one JSON object per line"),
@@ -89,6 +96,25 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
         load_prompts("builtin", str(file))
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
         load_prompts("builtin", str(tmp_path))
+
+
+@pytest.mark.parametrize("stdin", [StringIO, lambda text: TextIOWrapper(BytesIO(text.encode()))])
+def test_standard_input_of_a_terminal_and_of_a_notebook(
+    stdin: Callable[[str], TextIO], monkeypatch: MonkeyPatch
+) -> None:
+    """Check a StringIO, which has no bytes, and that both drop a byte order mark."""
+    monkeypatch.setattr("sys.stdin", stdin("\ufeffÉté\r\n"))
+    assert read_text("-") == "Été"
+    monkeypatch.setattr("sys.stdin", stdin("\ufeffÉté\nTwo\n"))
+    assert read_prompts(Path("-"))[0] == [{"prompt": "Été"}, {"prompt": "Two"}]
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="- is standard input, which is closed; use a file"):
+        read_text("-")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("The ship\n", encoding="utf-8-sig")
+    assert read_text(str(tmp_path / "prompt")) == "The ship"
 
 
 def test_cut_prompts_are_spread_over_the_dataset() -> None:
