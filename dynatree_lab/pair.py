@@ -146,6 +146,14 @@ def warn_of_unused_settings(folder: Path) -> None:
         warnings.warn(f"{what}, so transformers' text may differ", stacklevel=3)
 
 
+def length_warning(pair: Pair, n_tokens: int) -> str:
+    """Return a warning if a sequence is longer than the target was trained for, else ""."""
+    trained = pair.target.config.max_position_embeddings
+    if n_tokens <= trained:
+        return ""
+    return f"{n_tokens} tokens in all; the target was trained for {trained}"
+
+
 def announcement(found: Report) -> str:
     """Return the line that announces a run."""
     models = f"target {found['target']}"

@@ -4,6 +4,7 @@ request = Request(load_pair(), prompt, GenerationConfig(settings), max_new_token
 print(token_ids(request.decode()))
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,8 @@ from functools import cached_property
 from dynatree_lab.engine.generate import Step, checked_ids, generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
-from dynatree_lab.pair import Pair
+from dynatree_lab.engine.passes import FULL_ATTENTION
+from dynatree_lab.pair import Pair, length_warning
 from dynatree_lab.tokens import encode_prompt
 
 
@@ -61,7 +63,7 @@ def make_request(
     before: Sequence[int] = (),
 ) -> Request:
     """Return the request of stream_text's arguments (result.py). before: ids before the prompt.
-    Raises ValueError."""
+    Warns of a sequence that is longer than the target was trained for. Raises ValueError."""
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
@@ -82,4 +84,7 @@ def make_request(
     stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
+    if config.window == FULL_ATTENTION and isinstance(max_new_tokens, int):  # checked by generate
+        if warning := length_warning(pair, len(ids) + max_new_tokens):
+            warnings.warn(warning, stacklevel=3)  # at the caller of write_text, for example
     return Request(pair, ids, config, max_new_tokens, eos_ids=eos_ids, stop=stops)

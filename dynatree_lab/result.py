@@ -143,7 +143,8 @@ def stream_text(
         sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words may
             have instead.
 
-    Raises ValueError for invalid arguments, and the errors of engine/generate.py.
+    Warns of a sequence that is longer than the target was trained for. Raises ValueError for
+    invalid arguments, and the errors of engine/generate.py.
     """
     request = make_request(
         pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling

@@ -20,7 +20,7 @@ from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
-from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
+from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, length_warning, load_pair
 from gpt_neox import GPTNeoX
 
 MAX_THREADS = 1024  # torch crashes with too many
@@ -174,10 +174,9 @@ def require_fit(config: GenerationConfig, pair: Pair, whose: str = "") -> None:
 
 
 def warn_of_length(pair: Pair, n_tokens: int) -> None:
-    """Warn if a sequence is longer than the target was trained for."""
-    trained = pair.target.config.max_position_embeddings
-    if n_tokens > trained:
-        print_line(f"warning: {n_tokens} tokens in all; the target was trained for {trained}")
+    """Print a warning if a sequence is longer than the target was trained for."""
+    if warning := length_warning(pair, n_tokens):
+        print_line(f"warning: {warning}")
 
 
 def overflow_note(draft: GPTNeoX) -> str:

@@ -78,6 +78,28 @@ def test_a_text_stays_if_its_cache_cannot_be_copied(
     assert rest == write_fresh(pair, session.ids[:-6], "dynatree", 6, [])
 
 
+def test_a_length_beyond_training_is_a_warning(pair: Pair) -> None:
+    """Check one warning per text, at the caller's line, as the command line prints it."""
+    trained = pair.target.config.max_position_embeddings
+    session, n_short = lab.Session(pair), trained - 30
+    session.ids = [5] * n_short
+    session.write("", max_new_tokens=9)  # no warning, which would be an error
+    prompt = pair.tokenizer.decode([5] * n_short)
+    n_prompt = len(pair.tokenizer.encode(prompt).ids)
+    calls = [
+        (lambda: session.write("", max_new_tokens=40), n_short + 9 + 40),
+        (lambda: lab.write_text(pair, prompt, "ar", max_new_tokens=40), n_prompt + 40),
+        (lambda: next(lab.stream_text(pair, prompt, "ar", max_new_tokens=40)), n_prompt + 40),
+    ]
+    for call, n_tokens in calls:
+        with pytest.warns(UserWarning) as found:
+            call()
+        expected = f"{n_tokens} tokens in all; the target was trained for {trained}"
+        assert [str(each.message) for each in found] == [expected]
+        assert found[0].filename == __file__
+    lab.write_text(pair, prompt, "ar window=64", max_new_tokens=40)
+
+
 def test_a_session_over_a_streamed_target(pair: Pair) -> None:
     sessions = lab.Session(lab.load_pair(target_memory="30MB")), lab.Session(pair)
     rows = count_rows(sessions[0].pair.target)
