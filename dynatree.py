@@ -254,7 +254,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     more = "(python -m dynatree_lab has more methods and options)"  # shown with each error, too
-    usage = f"python dynatree.py --prompt TEXT [options]\n{more}"
+    usage = f"%(prog)s --prompt TEXT [options]\n{more}"
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
     add = parser.add_argument
     add("--prompt", required=True, help="text to continue")

@@ -33,6 +33,7 @@ from gpt_neox import GPTNeoX
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 if not TINY.exists():  # the project is installed
     TINY = Path(__file__).parent / "tiny"
+EMBEDDED = "embedded"  # a name of these models that works in every folder
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_CAPABILITY = (8, 0)  # the first NVIDIA GPUs with bfloat16 arithmetic
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}  # of 1,000, or of 1,024 in KiB, MiB, ...
@@ -180,7 +181,7 @@ def load_pair(
     """Find, check and load the models. Each rank loads its shard of the target.
 
     Args:
-        target: None for the embedded target, and without a draft the embedded pair.
+        target: None or "embedded" for the embedded target, and without a draft the embedded pair.
         draft: None for methods that need none.
         device, dtype: None for the defaults of choose_device and choose_dtype.
         draft_dtype: None for the default of choose_draft_dtype.
@@ -195,7 +196,7 @@ def load_pair(
     for name, model in {"target": target, "draft": draft}.items():
         if not isinstance(model, str | Path | None):
             raise UsageError(f"{name} is {model!r:.80}, it must be a folder or a hub name")
-    if target is None:
+    if target is None or target == EMBEDDED and not Path(EMBEDDED).exists():
         target, draft = TINY / "target", draft or TINY / "draft"
     device = choose_device(str(device) if device else None)
     dtype = choose_dtype(dtype, device)

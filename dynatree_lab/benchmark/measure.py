@@ -56,7 +56,7 @@ from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame,
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.cli.compare import first_difference, top2_gap
-from dynatree_lab.cli.errors import print_line, run_command_line
+from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
 from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
@@ -290,9 +290,11 @@ def resume_hint(bench: Bench) -> str:
     n_missing, n_ranks = bench.results.n_missing, world_size()
     if not n_missing:
         return ""
-    start = ["torchrun", "--nproc-per-node", str(n_ranks)] if n_ranks > 1 else ["python"]
-    words = [*start, "-m", "dynatree_lab.benchmark", f"--resume={bench.file}"]
-    return f"; {n_missing} texts are missing; resume with: {shlex.join(words)}"
+    start = command_name("dynatree_lab.benchmark")
+    if n_ranks > 1:
+        start = f"torchrun --nproc-per-node {n_ranks} -m dynatree_lab.benchmark"
+    resume = shlex.join([f"--resume={bench.file}"])
+    return f"; {n_missing} texts are missing; resume with: {start} {resume}"
 
 
 def print_table(results: Results, columns: Sequence[str], table_format: str) -> None:

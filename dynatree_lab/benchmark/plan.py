@@ -34,7 +34,7 @@ from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, pa
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
-from dynatree_lab.cli.errors import Parser, print_line
+from dynatree_lab.cli.errors import Parser, command_name, print_line
 from dynatree_lab.cli.options import (
     PAIRS,
     add_model_options,
@@ -73,7 +73,7 @@ class Plan:
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="python -m dynatree_lab.benchmark",
+        prog=command_name("dynatree_lab.benchmark"),
         description="Compare the speed of methods with ar on the same prompts.",
     )
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"

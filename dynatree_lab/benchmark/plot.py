@@ -27,7 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     try:
         from dynatree_lab.benchmark.figures import draw
     except ImportError as error:
-        raise UsageError(f"{error}; use pip install -e '.[plot]'") from error
+        raise UsageError(f"{error}; use pip install seaborn") from error
     for name in args.files:
         results = load(name)
         if not results.texts:

@@ -9,6 +9,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from dynatree_lab.engine.ranks import RanksError
 from dynatree_lab.errors import UsageError
 from verify import NonFiniteLogits
 
+COMMANDS = ("dynatree-lab", "dynatree-bench")  # of pyproject.toml
 VERSION = f"%(prog)s {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -51,6 +53,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help)")
+
+
+def command_name(module: str) -> str:
+    """Return how the program was started: by its installed command, or as a module."""
+    name = Path(sys.argv[0]).name
+    return name if name in COMMANDS else f"python -m {module}"
 
 
 def not_empty(word: str) -> str:

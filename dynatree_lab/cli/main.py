@@ -16,7 +16,13 @@ import torch
 from tokenizers import Tokenizer
 
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
-from dynatree_lab.cli.errors import Parser, print_line, report_mistake, run_command_line
+from dynatree_lab.cli.errors import (
+    Parser,
+    command_name,
+    print_line,
+    report_mistake,
+    run_command_line,
+)
 from dynatree_lab.cli.options import (
     PAIRS,
     add_method_options,
@@ -43,14 +49,13 @@ from dynatree_lab.request import Request
 from dynatree_lab.result import Result
 from dynatree_lab.tokens import encode_prompt
 
-PROGRAM = "python -m dynatree_lab"
-DESCRIPTION = f"Generate text by tree speculative decoding: {PROGRAM} --prompt TEXT [options]"
+DESCRIPTION = "Generate text by tree speculative decoding: %(prog)s --prompt TEXT [options]"
 EXIT_STATUS = "exit status: 1 wrong ids (--compare) or closed stdout, 2 error, 130 interrupted"
 
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog=PROGRAM,
+        prog=command_name("dynatree_lab"),
         usage=argparse.SUPPRESS,
         description=DESCRIPTION,
         epilog=EXIT_STATUS,

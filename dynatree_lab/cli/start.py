@@ -49,7 +49,7 @@ def run_program(module: str) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in required_packages():
             raise
-        print(f"error: {error}; pip install -e . installs all", file=sys.stderr)
+        print(f"error: {error}; pip install -e {PROJECT.parent} installs all", file=sys.stderr)
         sys.exit(2)
 
 

@@ -44,7 +44,7 @@ UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
 LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
-OFFLINE = "; without a network: --target models/tiny/target --draft models/tiny/draft"
+OFFLINE = "; without a network use the embedded pair: --pair embedded"
 
 
 class CheckpointError(ValueError):

@@ -192,7 +192,7 @@ def test_without_a_network_a_complete_cache_is_used(
     for name in ("org/name", "org/new"):
         line = error_line(capsys, main, ["--prompt", "a", "--method", "ar", "--target", name])
         assert f"{name}' is not a folder, and cannot be fetched" in line
-        assert line.endswith("network: --target models/tiny/target --draft models/tiny/draft")
+        assert line.endswith("; without a network use the embedded pair: --pair embedded")
 
 
 def test_a_misspelt_draft_is_refused_before_the_target_is_fetched(hub: Hub) -> None:

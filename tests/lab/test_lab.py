@@ -156,6 +156,7 @@ def test_mistakes_with_models_are_one_error(pair: Pair, tmp_path: Path) -> None:
     step = lab.write_text(pair, PROMPT, max_new_tokens=9).steps[1]
     alone = lab.load_pair("models/tiny/target") if Path("models/tiny").exists() else None
     calls = [
+        (lambda: lab.load_pair("./embedded"), "is neither a folder nor a hub name"),
         (lambda: lab.load_pair(5), "target is 5, it must be a folder or a hub name"),
         (lambda: lab.load_pair(device="tpu"), "--device is 'tpu'"),
         (lambda: lab.load_pair(target_memory=-1), "--target-memory is -1, it must be like 2GB"),
@@ -189,6 +190,18 @@ SIZES = [("2G", 2e9), ("500m", 5e8), ("1.5 GiB", 1.5 * 2**30), ("1TB", 1e12), ("
 @pytest.mark.parametrize(("size", "n_bytes"), [*SIZES, (30_000_000, 3e7)])
 def test_sizes_have_units_and_numbers_are_bytes(size: int | str, n_bytes: float) -> None:
     assert parse_size(size) == n_bytes
+
+
+def test_the_embedded_pair_has_a_name(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the name works in any folder, and that one's own folder of this name wins."""
+    monkeypatch.chdir(tmp_path)
+    found = lab.load_pair("embedded")
+    assert [found.target_folder, found.draft_folder] == [pair.target_folder, pair.draft_folder]
+    (tmp_path / "embedded").mkdir()
+    with pytest.raises(ValueError, match="embedded"):
+        lab.load_pair("embedded")
 
 
 def test_words_and_keywords_are_one_sampling(pair: Pair) -> None:

@@ -181,6 +181,9 @@ def test_an_interrupted_table_keeps_its_results(
         assert main([*options, f"--output={file.name}"]) == 130
     captured = capsys.readouterr()
     assert re.search("interrupted\nresults in .*; 3 texts are missing", captured.err)
+    assert (
+        f"; resume with: python -m dynatree_lab.benchmark '--resume={file.name}'\n" in captured.err
+    )
     assert "UNFINISHED" in captured.out
     done = list(load(file).texts.values())
     assert len(done) == 5

@@ -87,4 +87,4 @@ def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
     line = error_line(capsys, main, [str(file), "--output", str(figure)])
     assert "cannot be written: File exists" in line
     monkeypatch.setitem(sys.modules, "dynatree_lab.benchmark.figures", None)
-    assert "pip install -e '.[plot]'" in error_line(capsys, main, [str(file)])
+    assert "; use pip install seaborn" in error_line(capsys, main, [str(file)])

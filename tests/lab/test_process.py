@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +16,9 @@ import pytest
 from small import ROOT, Captured
 from test_trace import data_of
 
+import dynatree
+import dynatree_lab
+from dynatree_lab.benchmark import measure as bench
 from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.main import main
 from dynatree_lab.cli.start import run_program
@@ -65,7 +70,34 @@ def test_a_start_without_the_packages() -> None:
         out, err = process.communicate()
     assert process.returncode == 2 and out == ""
     assert err.startswith("error: No module named ") and len(err.splitlines()) == 1
-    assert "pip install -e ." in err
+    assert err.endswith(f"; pip install -e {ROOT} installs all\n")
+
+
+STARTS = [  # sys.argv[0], the program, how help, version and pages name it
+    ("/usr/bin/dynatree-lab", main, "dynatree-lab"),
+    ("/a/dynatree_lab/__main__.py", main, "python -m dynatree_lab"),
+    ("/usr/bin/dynatree-bench", bench.main, "dynatree-bench"),
+    ("/a/dynatree_lab/benchmark/__main__.py", bench.main, "python -m dynatree_lab.benchmark"),
+    ("/usr/bin/dynatree", dynatree.main, "dynatree"),
+]
+
+
+@pytest.mark.parametrize(("start", "program", "name"), STARTS)
+def test_a_program_says_how_it_was_started(
+    start: str,
+    program: Callable[[list[str]], int],
+    name: str,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [start])
+    with pytest.raises(SystemExit):
+        program(["--help"])
+    assert re.search(rf"(: |^){name} (--prompt TEXT )?\[", capsys.readouterr().out)
+    if program is not dynatree.main:
+        with pytest.raises(SystemExit):
+            program(["--version"])
+        assert capsys.readouterr().out.startswith(f"{name} {dynatree_lab.__version__}, torch ")
 
 
 @pytest.fixture
