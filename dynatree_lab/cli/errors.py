@@ -4,6 +4,7 @@ status = run_command_line(execute, parser, arguments)
 """
 
 import argparse
+import errno
 import os
 import platform
 import sys
@@ -22,6 +23,8 @@ from dynatree_lab.errors import UsageError
 from verify import NonFiniteLogits
 
 COMMANDS = ("dynatree-lab", "dynatree-bench")  # of pyproject.toml
+# Of a closed pipe and of a full disk. Other files raise UsageError (errors.writing)
+STDOUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VERSION = f"%(prog)s {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -51,6 +54,10 @@ class Parser(argparse.ArgumentParser):
             if takes_value and option not in self.repeatable and options.count(option) > 1:
                 self.error(f"{option} is given {options.count(option)} times, it takes one value")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # after --help, as in run_command_line
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see --help)")
 
@@ -79,22 +86,34 @@ def run_command_line(
 ) -> int:
     """Parse and execute a command line, and return its exit status.
 
-    A user mistake prints one line on stderr and gives status 2. Ctrl-C and SIGTERM give 130. A
-    closed stdout gives 1. Any other exception is a mistake in code and is raised.
+    A user mistake or a full disk under stdout prints one line on stderr and gives status 2. Ctrl-C
+    and SIGTERM give 130. A closed stdout gives 1. Any other exception is a mistake in code and is
+    raised.
     """
     parser.add_argument("--version", action="version", version=VERSION, help=argparse.SUPPRESS)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print_line(f"note: {message}")
         try:
-            return execute(parser.parse_args(arguments))
+            status = execute(parser.parse_args(arguments))
+            sys.stdout.flush()  # here a full disk is still reported
+            return status
         except KeyboardInterrupt:
             return 130  # the shell's status of SIGINT: 128 + 2
-        except BrokenPipeError:  # for example after `| head`
-            nowhere = os.open(os.devnull, os.O_WRONLY)  # for what Python still writes at its end
-            os.dup2(nowhere, sys.stdout.fileno())
-            return 1
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in STDOUT_ERRORS:
+                return end_stdout(error)
             return report_mistake(error, parser)
+
+
+def end_stdout(error: OSError) -> int:
+    """Return the exit status after stdout could not be written. Prints a line unless its reader has
+    ended, for example `| head`."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # for what Python still writes at its end
+    os.dup2(nowhere, sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        return 1
+    print_line(f"error: stdout cannot be written: {error.strerror}")
+    return 2
 
 
 def report_mistake(error: Exception, parser: Parser, where: str = "") -> int:

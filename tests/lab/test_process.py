@@ -26,10 +26,10 @@ from dynatree_lab.cli.start import run_program
 OPTIONS = ["--prompt", "The ship sailed at dawn", "--ignore-eos", "--threads", "1"]
 
 
-def start(command: list[str]) -> subprocess.Popen:
+def start(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen:
     """Start a command in its own process group, as a shell does. Python's output is buffered."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
 
 
@@ -47,6 +47,18 @@ def test_a_text_whose_reader_ends(capsys: Captured, monkeypatch: pytest.MonkeyPa
         assert main([*OPTIONS, "--max-new-tokens", "9"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("target ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("words", [["--max-new-tokens", "9", "--json"], ["--help"]])
+def test_a_full_disk_is_one_line(words: list[str]) -> None:
+    """Check an object of --json, and a text that is shorter than Python's buffer."""
+    command = [sys.executable, "-m", "dynatree_lab", *OPTIONS, *words]
+    with open("/dev/full", "w") as full, start(command, stdout=full) as process:
+        _, err = process.communicate()
+    assert process.returncode == 2
+    assert err.endswith("error: stdout cannot be written: No space left on device\n")
+    assert "Traceback" not in err and err.count("error: ") == 1
 
 
 def test_a_killed_text_is_kept(tmp_path: Path) -> None:
