@@ -31,6 +31,8 @@ training   draft models and EAGLE heads
 """
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 __version__ = "0.6.0"
 PLACES = {  # of each name, the module that has it
@@ -46,13 +48,31 @@ PLACES = {  # of each name, the module that has it
     "Sampling": "methods.sampler",
 }
 __all__ = list(PLACES)
+CORE = ("gpt_neox", "draft_tree", "verify", "sampling", "dynatree")  # modules without a package
 
 
 def __getattr__(name: str) -> object:
     """Import a public name of the package (PEP 562)."""
     if name not in PLACES:
         raise AttributeError(f"dynatree_lab has no {name!r}; it has {', '.join(PLACES)}")
-    return getattr(import_module(f"dynatree_lab.{PLACES[name]}"), name)
+    try:
+        return getattr(import_module(f"dynatree_lab.{PLACES[name]}"), name)
+    except (ImportError, AttributeError) as error:
+        if (clash := describe_clash()) and clash not in str(error):
+            raise ImportError(f"{error}: {clash}") from error
+        raise
+
+
+def describe_clash() -> str:
+    """Return, after an import has failed, which files of the user's hide modules of the core. It is
+    empty if none does."""
+    found = []
+    for name in CORE:
+        spec, own = find_spec(name), Path(__file__).resolve().parents[1] / f"{name}.py"
+        file = spec and (spec.origin or spec.submodule_search_locations[0])  # a folder's has none
+        if file and Path(file).resolve() != own:
+            found.append(f"{file} is imported instead of {own}; rename yours")
+    return ", ".join(found)
 
 
 def __dir__() -> list[str]:

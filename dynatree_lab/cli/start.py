@@ -12,6 +12,8 @@ import tomllib
 from pathlib import Path
 from typing import NoReturn
 
+from dynatree_lab import describe_clash
+
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 INSTALLED_PAIR = Path(__file__).parents[1] / "tiny"
 
@@ -36,7 +38,7 @@ def run_bench() -> NoReturn:
 
 def run_program(module: str) -> NoReturn:
     """Import a module, run its `main`, and exit with the status that it returns. If a package is
-    missing, print one line and exit with 2."""
+    missing, or a file of the user's hides one of the core, print one line and exit with 2."""
     # Torch reads this when it is imported, and then asks Linux for huge pages. One row's weights
     # are read from these in 0.7 to 0.85 of the time
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -46,10 +48,11 @@ def run_program(module: str) -> NoReturn:
         sys.exit(importlib.import_module(module).main())
     except KeyboardInterrupt:  # at most the imports; run_command_line handles it from then on
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        if error.name not in required_packages():
+    except ImportError as error:
+        hint = f"pip install -e {PROJECT.parent} installs all"
+        if error.name not in required_packages() and not (hint := describe_clash()):
             raise
-        print(f"error: {error}; pip install -e {PROJECT.parent} installs all", file=sys.stderr)
+        print(f"error: {error}; {hint}", file=sys.stderr)
         sys.exit(2)
 
 

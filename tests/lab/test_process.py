@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,57 @@ def test_a_program_says_how_it_was_started(
         with pytest.raises(SystemExit):
             program(["--version"])
         assert capsys.readouterr().out.startswith(f"{name} {dynatree_lab.__version__}, torch ")
+
+
+def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run Python in a folder whose files come first, with this project behind them."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    how = {"cwd": folder, "env": variables, "capture_output": True, "text": True}
+    return subprocess.run([sys.executable, *words], **how)
+
+
+@pytest.mark.parametrize("name", dynatree_lab.CORE)
+def test_a_file_that_hides_one_of_the_core_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check an import that fails because of it, and one that fails for another reason."""
+
+    def fail(module: str) -> None:
+        raise ImportError("cannot import name 'x'")
+
+    monkeypatch.setattr(dynatree_lab, "import_module", fail)
+    with pytest.raises(ImportError, match="^cannot import name 'x'$"):
+        dynatree_lab.load_pair  # noqa: B018
+    (tmp_path / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError) as found:
+        dynatree_lab.load_pair  # noqa: B018
+    line = f"{tmp_path / name}.py is imported instead of {ROOT / name}.py; rename yours"
+    assert str(found.value) == f"cannot import name 'x': {line}"
+
+
+def test_a_script_and_a_program_beside_such_a_file(tmp_path: Path) -> None:
+    """Check a script that has such a name itself, and is run again by its import."""
+    script = tmp_path / "dynatree.py"
+    script.write_text("import dynatree_lab as lab\nlab.load_pair()\n")
+    last = run_in(tmp_path, "dynatree.py").stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert last.count(f"{script} is imported instead of {ROOT}") == 1
+    script.rename(tmp_path / "sampling.py")
+    program = run_in(tmp_path, "-m", "dynatree_lab", "--help")
+    (line,) = program.stderr.splitlines()
+    assert program.returncode == 2 and line.startswith("error: ") and "; rename yours" in line
+
+
+def test_changed_copies_of_the_core_are_used(tmp_path: Path) -> None:
+    """Check that a folder of such files needs no line, and that their mistakes are shown."""
+    for name in dynatree_lab.CORE:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    code = "import dynatree_lab as lab, sampling; print(lab.load_pair.__name__, sampling.__file__)"
+    assert run_in(tmp_path, "-c", code).stdout == f"load_pair {tmp_path}/sampling.py\n"
+    (tmp_path / "sampling.py").write_text("x = y\n")
+    assert run_in(tmp_path, "-c", code).stderr.endswith("NameError: name 'y' is not defined\n")
 
 
 @pytest.fixture
