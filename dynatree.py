@@ -24,7 +24,7 @@ import math
 import operator
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def generate(
     rule: Rule,
     max_new_tokens: int,
     *,
-    eos_ids: Sequence[int] = (),
+    eos_ids: Iterable[int] = (),
     accept: Acceptance = accept_greedy,
 ) -> Iterator[Step]:
     """Decode a text and yield one Step per iteration.
@@ -164,6 +164,7 @@ def generate(
     if rule.is_used:
         raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
     rule.is_used = True
+    eos_ids = {operator.index(token) for token in eos_ids}
     drafter = drafter or Drafter()  # which raises if it is asked to draft
     capacity = len(prompt) + max_new_tokens + rule.max_rows
     cache = target.new_cache(capacity)
@@ -315,7 +316,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def write(
-    steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: Sequence[int], is_at_end: bool
+    steps: Iterator[Step], tokenizer: Tokenizer, eos_ids: set[int], is_at_end: bool
 ) -> Iterator[Step]:
     """Print a text, without EOS, while it is generated or at its end, and yield its steps."""
     ids, n_shown = [], 0
@@ -351,7 +352,7 @@ def run(args: argparse.Namespace) -> None:
     """Generate and print a text, and its metrics on stderr."""
     settings = parse_settings(METHODS[args.method], args.set)
     target, drafter = load_models(args, has_draft=args.method != "ar")
-    tokenizer, eos_ids = load_tokenizer(args.target or TINY / "target"), target.config.eos_ids
+    tokenizer, eos_ids = load_tokenizer(args.target or TINY / "target"), set(target.config.eos_ids)
     steps = generate(
         target,
         drafter,

@@ -83,9 +83,8 @@ class Config:
         return int(self.head_size * self.rotary_pct)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, object], generation: Mapping[str, object]) -> "Config":
-        """Return the Config of config.json and generation_config.json, both parsed; the latter may
-        be empty. Their EOS ids are joined. Raises ValueError."""
+    def from_json(cls, raw: Mapping[str, object]) -> "Config":
+        """Return the Config of a parsed config.json. Raises ValueError."""
         if raw.get("model_type") != "gpt_neox":
             raise ValueError(f"model_type is {raw.get('model_type')!r:.80}, it must be 'gpt_neox'")
         if raw.get("quantization_config"):
@@ -99,13 +98,9 @@ class Config:
         values["rotary_pct"] = rope.get("partial_rotary_factor", raw.get("rotary_pct"))
         values["rotary_emb_base"] = rope.get("rope_theta", raw.get("rotary_emb_base"))
         # A missing or null value gives the default; of EOS ids, null means that there is none
-        own_ids = raw.get("eos_token_id", list(cls.eos_ids))
-        eos_ids = []
-        for ids in (own_ids, generation.get("eos_token_id")):  # an id, a list, or None
-            for token in ids if isinstance(ids, list) else [ids]:
-                if token is not None and token not in eos_ids:
-                    eos_ids.append(token)
-        values["eos_ids"] = tuple(eos_ids)
+        eos_ids = raw.get("eos_token_id", list(cls.eos_ids))  # an id, a list, or None
+        eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+        values["eos_ids"] = tuple(token for token in eos_ids if token is not None)
         return cls(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -124,12 +119,14 @@ def find_checkpoint(name: str | Path) -> Path:
 
 
 def read_config(folder: Path) -> Config:
-    """Return the Config of a checkpoint. Raises OSError, and ValueError naming the folder."""
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    """Return the Config of a checkpoint. If generation_config.json exists, it alone decides on EOS
+    ids, as in transformers. Raises OSError, and ValueError naming the folder."""
     raw = read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    if generation_file.exists():
+        raw["eos_token_id"] = read_json(generation_file).get("eos_token_id")
     try:
-        return Config.from_json(raw, generation)
+        return Config.from_json(raw)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 

@@ -93,9 +93,9 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     """Return logits [n, V] divided by a temperature, up to a constant in each row."""
     if temperature == 1:
         return logits
-    # Shifted to at most 0, so a tiny temperature gives -inf and not inf, whose softmax is nan. Below
-    # 1e-38 it would be 0 in float32
-    return (logits - logits.amax(dim=-1, keepdim=True)).div_(max(temperature, 1e-38))
+    temperature = max(temperature, 1e-38)  # less is 0 in float32, and 0 / 0 is nan
+    # Shifted to at most 0, so a tiny temperature gives -inf and not inf, whose softmax is nan
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:

@@ -90,7 +90,7 @@ def finite_rows(logits: Tensor) -> list[bool]:
     )
 
 
-def cut(tokens: list[int], eos_ids: Sequence[int], limit: int) -> list[int]:
+def cut(tokens: list[int], eos_ids: set[int], limit: int) -> list[int]:
     """Return the first `limit` tokens, up to the first EOS token, which is kept."""
     tokens = tokens[:limit]
     for i, token in enumerate(tokens):

@@ -1,5 +1,6 @@
 """Tests of loading a model: config.json, weights on disk, and errors that name the cause."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,40 +25,46 @@ BOTH = NEWER | {"rotary_pct": 0.25, "rotary_emb_base": 500, "rope_scaling": None
 @pytest.mark.parametrize("raw", [PUBLISHED, NEWER, BOTH])
 def test_both_styles_of_config(raw: dict[str, object]) -> None:
     """Check older and newer configs. In a config with the keys of both, the newer keys count."""
-    found = Config.from_json(raw | {"eos_token_id": None}, {})
+    found = Config.from_json(raw | {"eos_token_id": None})
     assert found == random_config()
     assert (found.hidden_act, found.layer_norm_eps, found.eos_ids) == ("gelu", 1e-5, ())
     assert found.use_parallel_residual and not found.tie_word_embeddings and found.attention_bias
     optional = {"hidden_act": "gelu_fast", "layer_norm_eps": 1e-3, "use_parallel_residual": False}
     optional |= {"tie_word_embeddings": True, "attention_bias": False}
     expected = random_config(**optional)
-    assert Config.from_json(raw | optional | {"eos_token_id": None}, {}) == expected
+    assert Config.from_json(raw | optional | {"eos_token_id": None}) == expected
 
 
-EOS = [(0, None, (0,)), ([2, 5], None, (2, 5)), (None, None, ()), (0, 7, (0, 7))]
-EOS += [(None, [3, 4], (3, 4)), ([0, 1], [1, 9], (0, 1, 9))]
+EOS = [  # eos_token_id in config.json and in generation_config.json; the EOS ids
+    *[({"eos_token_id": 0}, None, (0,)), ({"eos_token_id": [2, 5]}, None, (2, 5))],
+    *[({"eos_token_id": None}, None, ()), ({}, None, (2,))],
+    *[({"eos_token_id": 0}, {"eos_token_id": 7}, (7,)), ({}, {"eos_token_id": [3, 4]}, (3, 4))],
+    *[({"eos_token_id": 5}, {"eos_token_id": None}, ()), ({"eos_token_id": 5}, {}, ())],
+]
 
 
 @pytest.mark.parametrize(("eos", "generation", "ids"), EOS)
-def test_eos_ids_of_both_files_are_joined(
-    eos: int | list[int] | None, generation: int | list[int] | None, ids: tuple[int, ...]
+def test_generation_config_alone_decides_on_eos_ids(
+    eos: dict[str, object], generation: dict | None, ids: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Check EOS ids from config.json and generation_config.json.
+    """Check what transformers does with both files, and without generation_config.json.
 
     Pythia's EOS id is 0, which must not count as missing. Fine-tunes such as Dolly have EOS ids
-    only in generation_config.json. They were once ignored, so texts went on to the limit.
+    only in generation_config.json. The ids of both files were once joined.
     """
-    raw, more = PUBLISHED | {"eos_token_id": eos}, {"eos_token_id": generation}
-    assert Config.from_json(raw, more).eos_ids == ids
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | eos))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_config(tmp_path).eos_ids == ids
 
 
 def test_what_is_missing_has_the_defaults_of_transformers() -> None:
     """Check a rotary embedding of which only one part is given."""
-    assert Config.from_json({"model_type": "gpt_neox"}, {}) == Config()
+    assert Config.from_json({"model_type": "gpt_neox"}) == Config()
     some = {"rope_parameters": {"rope_theta": 500.0}}
-    assert Config.from_json(SIZES | some, {}).rotary_pct == 0.25
-    assert Config.from_json(SIZES | some | {"rotary_pct": 0.5}, {}).rotary_pct == 0.5
-    assert Config.from_json(SIZES | some, {}).rotary_emb_base == 500.0
+    assert Config.from_json(SIZES | some).rotary_pct == 0.25
+    assert Config.from_json(SIZES | some | {"rotary_pct": 0.5}).rotary_pct == 0.5
+    assert Config.from_json(SIZES | some).rotary_emb_base == 500.0
 
 
 UNSUPPORTED = [  # the error, the changes that cause it
@@ -80,7 +87,7 @@ UNSUPPORTED = [  # the error, the changes that cause it
 @pytest.mark.parametrize("cause, changes", UNSUPPORTED)
 def test_an_unsupported_value_is_named(cause: str, changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=cause):
-        Config.from_json(PUBLISHED | changes, {})
+        Config.from_json(PUBLISHED | changes)
 
 
 INVALID = ["{", "[]", '{"model_type": "llama"}', None]  # the text of config.json, None: no file

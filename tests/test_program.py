@@ -93,8 +93,7 @@ def test_trees_are_drawn_and_the_text_follows(capsys: Captured) -> None:
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
     free = greedy_ids(DRAFT, 20)
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": free[6]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": free[6]}))
     models = ["--target", str(tmp_path), "--draft", DRAFT]
     expected = TOKENIZER.decode(free[: free.index(free[6])]) + "\n"
     assert printed(capsys, [*WORDS, *models]) == expected

@@ -63,7 +63,7 @@ def test_accept_greedy_is_the_walk_from_the_root() -> None:
 def test_never_a_token_past_eos_and_never_more_than_asked(
     tokens: list[int], eos_ids: list[int], limit: int, expected: list[int]
 ) -> None:
-    assert cut(tokens, eos_ids, limit) == expected
+    assert cut(tokens, set(eos_ids), limit) == expected
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])

@@ -78,7 +78,7 @@ def enlarge(source: Path, folder: Path, hidden_size: int, n_layers: int, vocab_s
         "tie_word_embeddings": False,
     }
     tensors = load_tensors(source, small, torch.device("cpu"), torch.float32)
-    large = Config.from_json(config_json, {})
+    large = Config.from_json(config_json)
     write_checkpoint(folder, enlarge_tensors(tensors, small, large), config_json, source)
 
 

@@ -103,7 +103,7 @@ def require_target(
         if name not in raw:
             raise CheckpointError(f"{folder / 'config.json'} has no {name}")
     with reading(folder):
-        own = Config.from_json(raw | {"model_type": "gpt_neox", "num_hidden_layers": 1}, {})
+        own = Config.from_json(raw | {"model_type": "gpt_neox", "num_hidden_layers": 1})
     head = f"{folder} is a head of {raw['target']!r:.80}"
     for f in fields(Config):
         value, needed = getattr(own, f.name), getattr(config, f.name)

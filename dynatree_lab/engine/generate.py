@@ -54,7 +54,7 @@ def generate(
     config: GenerationConfig,
     max_new_tokens: int,
     *,
-    eos_ids: Sequence[int] = (),
+    eos_ids: Iterable[int] = (),
     rule: Rule | None = None,
     drafter: Drafter | None = None,
     accept: Acceptance | None = None,
@@ -82,7 +82,7 @@ def generate(
     Raises OutOfMemory, and what dynatree.generate raises.
     """
     require_valid(draft, config, drafter=drafter, accept=accept, logprobs=logprobs)
-    ids, end_ids = checked_ids("prompt", prompt), checked_ids("eos_ids", eos_ids)
+    ids, end_ids = checked_ids("prompt", prompt), set(checked_ids("eos_ids", eos_ids))
     if not ids or not 0 <= min(ids) <= max(ids) < target.config.vocab_size:
         last = target.config.vocab_size - 1
         raise ValueError(f"prompt must have at least one id, and all from 0 to {last}")

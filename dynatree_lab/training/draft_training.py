@@ -35,7 +35,7 @@ def train_draft(
         "intermediate_size": 4 * args.hidden,
     }
     try:
-        draft = new_draft(Config.from_json(own_json, {})).to(target.device)
+        draft = new_draft(Config.from_json(own_json)).to(target.device)
     except ValueError as error:
         raise UsageError(f"--hidden {args.hidden}, --layers {args.layers}: {error}") from error
 

@@ -179,7 +179,7 @@ def run_cases(method: str) -> Counter:
     for mode in MODES:
         case = random_case(method, mode)
         steps = list(case.write())
-        assert token_ids(steps) == cut(case.greedy, case.eos_ids, case.limit), mode
+        assert token_ids(steps) == cut(case.greedy, set(case.eos_ids), case.limit), mode
         n_tokens = len(case.prompt) + case.limit
         seen["past positions"] += n_tokens > case.target.config.max_position_embeddings
         if mode == "drawn" and make_rule(case.settings).draws_candidates:
