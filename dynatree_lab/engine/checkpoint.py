@@ -1,7 +1,8 @@
 """A checkpoint's folder: finding or fetching it, and reading its config and its tensors.
 
 Supported are published Pythia checkpoints and newer saves, in one file or in shards, and old files
-with unused buffers. For all others, the error names what is missing, extra or misshapen.
+with buffers. A note names other tensors that nothing uses. An error names a weight that is missing
+or misshapen.
 
     folder = find_checkpoint("models/tiny/target")
     config = read_config(folder)
@@ -14,6 +15,7 @@ the other. snapshot_download is not used, because Ctrl-C would not end its threa
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ UNUSED |= {"exponential_decay_length_penalty": None, "watermarking_config": None
 UNUSED_SAMPLING = {"temperature": 1, "top_k": 50, "top_p": 1, "min_p": 0, "typical_p": 1}
 UNUSED_SAMPLING |= {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 UNUSED_BEAMS = {"length_penalty": 1, "early_stopping": False}
-LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
+LEGACY_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias)$|\brotary_emb\.\w+$")
 HEAD_TYPE = "eagle_head"  # model_type of an EAGLE head (engine/eagle_head.py)
 OFFLINE = "; without a network use the embedded pair: --pair embedded"
 
@@ -124,7 +126,10 @@ def reading(file: Path) -> Iterator[None]:
     """Raise CheckpointError, with the file's name, if the block cannot read or use the file."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except SafetensorError as error:
+        why = "the file is incomplete or a Git LFS pointer; fetch it again"
+        raise CheckpointError(f"{file}: {first_line(error)}: {why}") from error
+    except (OSError, ValueError) as error:
         line = first_line(error)
         raise CheckpointError(line if str(file) in line else f"{file}: {line}") from error
 
@@ -178,7 +183,7 @@ def load_tensors(
 ) -> "StoredTensors":
     """Return a checkpoint's tensors by published name; each lookup reads the file.
 
-    Raises CheckpointError if a tensor is missing, extra or misshapen, or if a file is truncated.
+    Raises CheckpointError if a tensor is missing or misshapen, or if a file is truncated.
     """
     shapes = published_shapes(config)
     # A tied head may be stored as well
@@ -191,19 +196,20 @@ def find_tensors(
 ) -> dict[str, tuple[Path, str]]:
     """Return the file and the stored name of each tensor of a folder, by published name.
 
-    shapes: of the tensors that must be there; allowed: of all that may be there. Raises
-    CheckpointError.
+    shapes: of the tensors that must be there; allowed: of all that are used. Warns once of all
+    others, except buffers. Raises CheckpointError.
     """
-    files = {}
+    files, unused = {}, []
     for file in weight_files(folder):
         with reading(file), safe_open(file, "pt") as tensors:
             for stored_name in tensors.keys():
                 if LEGACY_BUFFERS.search(stored_name):
                     continue
                 name = ALIASES.get(stored_name, stored_name)
-                shape = tuple(tensors.get_slice(stored_name).get_shape())
                 if name not in allowed:
-                    raise ValueError(f"{file} has the tensor {name}, which GPT-NeoX does not have")
+                    unused.append(stored_name)
+                    continue
+                shape = tuple(tensors.get_slice(stored_name).get_shape())
                 if shape != allowed[name]:
                     raise ValueError(f"{name} is {shape}, by config.json {allowed[name]}")
                 if name in files:
@@ -212,6 +218,9 @@ def find_tensors(
     for name in shapes:
         if name not in files:
             raise CheckpointError(f"{folder} has no tensor {name}")
+    if unused:
+        names = f"{', '.join(unused):.200}"
+        warnings.warn(f"{folder} has tensors that nothing uses: {names}", stacklevel=2)
     return files
 
 
@@ -260,4 +269,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def shard_names(index: Path) -> list[str]:
     """Return the names of the files that an index lists. Raises CheckpointError."""
-    return sorted(set(read_json(index)["weight_map"].values()))
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(type(name) is str for name in files.values()):
+        raise CheckpointError(f"{index} has no weight_map that gives each tensor's file")
+    return sorted(set(files.values()))

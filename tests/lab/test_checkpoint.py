@@ -110,13 +110,11 @@ def test_every_floating_type_loads(dtype: torch.dtype, tmp_path: Path) -> None:
     check_floating_type(FastGPTNeoX, dtype, tmp_path)
 
 
-EXTRA = "gpt_neox.layers.2.mlp.dense_h_to_4h.bias"  # a tensor of a deeper model
 TENSORS = [  # the error, the tensor's name, what is in its place (None: nothing)
     (f"has no tensor {QKV}.weight", f"{QKV}.weight", None),
     (f"has no tensor {OUTPUT_HEAD}", OUTPUT_HEAD, None),
     (f"{QKV}.bias is .*config", f"{QKV}.bias", torch.zeros(95)),
     (f"{OUTPUT_HEAD} is .*config", OUTPUT_HEAD, torch.zeros(32, 96)),
-    (f"has the tensor {EXTRA}", EXTRA, torch.zeros(64)),
     (f"{OUTPUT_HEAD} is stored a second time", "lm_head.weight", torch.zeros(96, 32)),
     (f"{EMBEDDING} is torch.int8; only floating", EMBEDDING, torch.zeros(96, 32).to(torch.int8)),
     (f"{EMBEDDING} is not finite", EMBEDDING, torch.full((96, 32), torch.nan)),
@@ -128,9 +126,8 @@ TENSORS = [  # the error, the tensor's name, what is in its place (None: nothing
 def test_an_invalid_tensor_is_named(
     cause: str, name: str, tensor: Tensor | None, write: Write, tmp_path: Path
 ) -> None:
-    """Check the errors that are easy to miss: a transpose has the right number of elements, and a
-    deeper model has all tensors of a shallower one. Integers were once cast to float, so a
-    quantised checkpoint wrote nonsense."""
+    """Check the errors that are easy to miss: a transpose has the right number of elements.
+    Integers were once cast to float, so a quantised checkpoint wrote nonsense."""
     tensors = random_tensors(random_config(), 14)
     tensors.pop(name, None)
     write(tmp_path, random_config(), tensors | ({} if tensor is None else {name: tensor}))
@@ -139,13 +136,43 @@ def test_an_invalid_tensor_is_named(
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
+BUFFERS = ["gpt_neox.rotary_emb.inv_freq", "rotary_emb.cos_cached"]
+BUFFERS += [
+    f"gpt_neox.layers.1.attention.{name}"
+    for name in ("bias", "masked_bias", "rotary_emb.inv_freq", "rotary_emb.sin_cached")
+]
+UNUSED = {  # of a value head, a deeper model, an optimiser
+    "v_head.summary.weight": torch.zeros(1, 32),
+    "gpt_neox.layers.2.mlp.dense_h_to_4h.bias": torch.zeros(64),
+    "step": torch.tensor(7),
+}
+
+
+@pytest.mark.parametrize("write", [write_checkpoint, write_shards])
+def test_tensors_that_nothing_uses_are_one_note(write: Write, tmp_path: Path) -> None:
+    """Check that buffers are no note. The other tensors were once an error."""
+    tensors = random_tensors(random_config(), 14)
+    expected = run(FastGPTNeoX.from_tensors(random_config(), tensors), PREFIX)
+    write(tmp_path, random_config(), tensors | {name: torch.zeros(4) for name in BUFFERS})
+    assert torch.equal(run(FastGPTNeoX.from_pretrained(tmp_path), PREFIX), expected)
+    write(tmp_path, random_config(), tensors | UNUSED)
+    with pytest.warns(UserWarning, match="tensors that nothing uses") as notes:
+        model = FastGPTNeoX.from_pretrained(tmp_path)
+    assert torch.equal(run(model, PREFIX), expected) and len(notes) == 1
+    _, _, names = str(notes[0].message).partition("uses: ")
+    assert set(names.split(", ")) == set(UNUSED)
+
+
 SHARD = "model-1.safetensors"
 DAMAGE = {  # file, its first bytes that are left or its new text (None: no file), error
-    "tail": (SINGLE, 9000, "model.safetensors: "),
+    "tail": (SINGLE, 9000, "model.safetensors: .* incomplete or a Git LFS pointer; fetch it again"),
+    "pointer": (SINGLE, "version https://git-lfs.github.com/spec/v1\noid sha256:1", "LFS pointer"),
     "config": ("config.json", None, "No such file or directory: .*config.json"),
     "generation": ("generation_config.json", "{", "generation_config.json is not JSON"),
     "shard": (SHARD, None, "No such file.*model-1.safetensors"),
     "index": (INDEX, 40, "json is not JSON: Unterminated string"),
+    "no map": (INDEX, "{}", "index.json has no weight_map"),
+    "wrong map": (INDEX, '{"weight_map": {"a": 1}}', "index.json has no weight_map"),
 }
 
 
