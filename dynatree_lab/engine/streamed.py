@@ -223,9 +223,7 @@ class FileLayers(StreamedLayers):
         """Read layer i into the memory of another layer. Raises CheckpointError."""
         for name, weight in weights.named_parameters():
             self.files.read(f"gpt_neox.layers.{i}.{name}", weight)
-            if not self.is_checked[i] and not all(
-                block.to(self.dtype).isfinite().all() for block in blocks_of(weight)
-            ):
+            if not (self.is_checked[i] or is_finite_in(self.dtype, weight)):
                 raise CheckpointError(f"layer {i}: {name} is not finite in {self.dtype}")
         self.is_checked[i] = True
 
@@ -355,6 +353,15 @@ class StoredPair(Linear):
     def __call__(self, combined: Tensor) -> Tensor:
         attended, inner = combined.tensor_split([self.dense.weight.shape[1]], dim=1)
         return self.dense(attended) + self.out(inner)
+
+
+def is_finite_in(dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether all elements of a weight are finite in a dtype. The extremes of a block are nan if an
+    element is, and take a tenth of the time of isfinite (measured)."""
+    if torch.finfo(weight.dtype).max <= torch.finfo(dtype).max:
+        dtype = weight.dtype  # what is finite in it is finite in the other one
+    extremes = [torch.stack(block.to(dtype).aminmax()) for block in blocks_of(weight)]
+    return bool(torch.stack(extremes).isfinite().all())
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, ...]:

@@ -261,6 +261,25 @@ def test_a_wrong_weight_of_a_layer_is_named(
     assert message in capsys.readouterr().err
 
 
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+FINITE = [  # an element, its dtype, the dtype in which it is computed, whether it is finite there
+    *[(x, F16, BF16, False) for x in (torch.nan, torch.inf, -torch.inf)],
+    *[(-torch.inf, F32, F32, False), (-9e4, BF16, F16, False), (1e39, F64, F32, False)],
+    *[(65519, F32, F16, True), (65520, F32, F16, False), (3e38, BF16, F32, True)],
+]
+
+
+@pytest.mark.parametrize(("element", "stored", "dtype", "expected"), FINITE)
+def test_one_element_that_is_not_finite_is_found(
+    element: float, stored: torch.dtype, dtype: torch.dtype, expected: bool
+) -> None:
+    """Check the last element of several blocks, and limits that rounding decides."""
+    weight = torch.randn(3, 2**18 + 1).to(stored)
+    assert streamed.is_finite_in(dtype, weight)
+    weight[-1, -1] = element
+    assert streamed.is_finite_in(dtype, weight) == expected
+
+
 def test_float64_files_stream_as_well(copied: Path) -> None:
     tensors = load_file(copied)
     save_file({name: tensor.double() for name, tensor in tensors.items()}, copied)
