@@ -330,6 +330,7 @@ class StoredLinear(Linear):
         """dtype: of the bias; order: of the columns [out] of the result."""
         super().__init__(part.weight, part.bias.to(dtype))
         self.order = order
+        self.n_elements, self.in_features = self.weight.numel(), self.weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(self.weight), len(x))  # [out, n]
@@ -349,9 +350,11 @@ class StoredPair(Linear):
     def __init__(self, dense: StoredLinear, out: StoredLinear):
         self.dense, self.out = dense, out
         self.nbytes = dense.nbytes + out.nbytes
+        self.n_elements = dense.n_elements + out.n_elements
+        self.in_features = dense.in_features + out.in_features
 
     def __call__(self, combined: Tensor) -> Tensor:
-        attended, inner = combined.tensor_split([self.dense.weight.shape[1]], dim=1)
+        attended, inner = combined.tensor_split([self.dense.in_features], dim=1)
         return self.dense(attended) + self.out(inner)
 
 
