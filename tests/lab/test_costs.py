@@ -1,10 +1,13 @@
 """Tests of the cost model, which is fitted to times of iterations, and of the decision to draft."""
 
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
+from draft_tree import Tree
+from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.costs import LEVEL, ROW, CostTracker, RecentMean, cost_counts
 
 
@@ -44,6 +47,59 @@ def test_one_iteration_tells_what_a_row_and_a_level_cost(row: float, level: floa
     step, prices = tracker.prices[0], tracker.prices
     assert prices[ROW] / step == pytest.approx(row, rel=0.2)
     assert prices[LEVEL] / step == pytest.approx(level, rel=0.2)
+
+
+def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with numbers worked out by hand: after a prompt of two chunks, 101 ids in 300 ms, a
+    first pass of 100 ms. So a further row takes (300 - 100) / 100 = 2 ms. The others keep their
+    initial costs in units of the pass: a tree 10 ms, drafting 10 ms, a level 30 ms."""
+    seconds = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: seconds[0])
+    monkeypatch.setattr("dynatree_lab.methods.auto.time", clock)
+    rule = Auto().make_rule()
+    seconds[0] = 9.0  # between the rule's making and the text
+    rule.start([])
+    for tokens in (range(60), range(60, 101)):
+        seconds[0] += 0.15
+        rule.observe_target(list(tokens), numpy.zeros((len(tokens), 4), dtype=int))
+    seconds[0] += 1.0
+    rule.begin_tree(500, 9)
+    tree = rule.finish_tree(Tree.from_root(500))
+    seconds[0] += 0.1
+    rule.observe_target([500], numpy.zeros((1, 4), dtype=int))
+    rule.adapt(tree, [0])
+    rule.tracker.begin_tree()
+    assert rule.tracker.prices == pytest.approx([1, 0.1, 0.02, 0.1, 0.3])
+
+
+def test_costs_by_hand() -> None:
+    """Check a prompt that was kept, so its pass tells nothing, and a second row that takes less
+    time than none. The pass of two rows is expected to take 120 ms, so 20 ms count as 60. Of the
+    60 ms too many, the costs take shares of 200, 900 and 100 of 1200 + 24^2, by their variances
+    after the first pass. The tree's cost would be -20.4 ms, below minus a row's."""
+    tracker = CostTracker()
+    tracker.observe_prompt(101, 90.0)
+    tracker.record(1, 1, 0, draft_ms=0.0, other_ms=100.0)
+    assert tracker.verifying.costs == pytest.approx([100, 10, 10])
+    assert tracker.drafting.costs == pytest.approx([10, 30])
+    tracker.record(2, 2, 0, draft_ms=0.0, other_ms=20.0)
+    step, row = 100 - 60 * 200 / 1776, 10 - 60 * 100 / 1776
+    assert tracker.verifying.costs == pytest.approx([step, -row, row])
+    tracker.begin_tree()
+    assert tracker.prices[ROW] == pytest.approx(4 / 3 * row / step)  # means of 1, 1 and 2 tokens
+
+
+def test_a_probe_is_paid_for() -> None:
+    """Work out by hand: 3.3 tokens for 1 + 0.1 + 8 * 0.1 + 0.1 + 3 * 1 = 5 passes lose 1.7, which
+    is 1 % of 170 passes."""
+    tracker = CostTracker((0.1, 0.1, 0.1, 1.0))
+    for n_passes, is_due in ((169, False), (2, True)):
+        for _ in range(n_passes):
+            tracker.record(1, 1, 0, draft_ms=0.0, other_ms=1.0)
+        assert tracker.should_draft(0.0) == tracker.is_probe == is_due
+    tracker.record(3.3, 9, 3, draft_ms=0.0, other_ms=1.0)
+    assert tracker.probe_ms == pytest.approx(1.7)
+    assert not tracker.should_draft(0.0)
 
 
 def test_a_mean_starts_at_its_initial_values_and_follows_the_last_ten() -> None:

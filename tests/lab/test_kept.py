@@ -191,6 +191,17 @@ def test_a_window_reuses_what_it_has_not_dropped() -> None:
         assert rows[0] == (n_run if n_kept else window_again.max_length)
 
 
+def test_strict_turns_reuse_nothing_after_a_drop() -> None:
+    """Compare the bits of a second turn with a fresh run's. The window has dropped tokens in both,
+    so the kept keys are those of other chunks."""
+    pair, kept = make_pair("tight"), (KeptCache(), KeptCache())
+    config, rng = config_of("dynatree strict window=64 sinks=4"), random.Random(1)
+    ids = random_ids(rng, 158)
+    ids = [*ids, *Run(pair, ids, config, kept).ids, *random_ids(rng, 4)]
+    found, expected = Run(pair, ids, config, kept), Run(pair, ids, config)
+    assert found.ids == expected.ids and torch.equal(found.logits, expected.logits)
+
+
 def test_turns_may_have_any_config() -> None:
     """Check methods without a draft between others, and a window that comes and goes."""
     pair, kept = make_pair("tight"), (KeptCache(), KeptCache())

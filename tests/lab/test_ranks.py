@@ -32,6 +32,7 @@ from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.options import open_pair
 from dynatree_lab.engine import tensor_parallel
 from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
+from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
@@ -326,6 +327,18 @@ def test_each_rank_holds_only_its_shard(folder: Path, monkeypatch: pytest.Monkey
         model = ShardedGPTNeoX.from_pretrained(folder / "tied")
         monkeypatch.setattr(model, "gather", lambda value: [value])
         assert model.cache_bytes(10) == model.new_cache(10).kv.nbytes == 2 * 2560
+
+
+def test_ranks_compare_all_inputs_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that other tokens, other positions and another mask give other checksums."""
+    checksums = []
+    monkeypatch.setattr(
+        tensor_parallel, "run_collective", lambda _, found, **options: checksums.append(found[0])
+    )
+    ids, mask = torch.tensor([1, 2]), torch.eye(2, dtype=torch.bool)
+    for inputs in ((ids, ids, mask), (ids + 1, ids, mask), (ids, ids + 1, mask), (ids, ids, ~mask)):
+        tensor_parallel.ShardedGPTNeoX.before_pass(None, None, PassInputs(*inputs, 0, 2))
+    assert len(set(map(int, checksums))) == 4
 
 
 def test_a_sum_in_order_does_not_depend_on_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from dynatree_lab.methods.static import (
     SpecInfer,
 )
 from dynatree_lab.metrics import token_ids
+from sampling import probabilities
 
 Draw = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 N_IDS = 5
@@ -138,6 +139,26 @@ def test_the_top_p_set_of_many_ids_is_that_of_a_full_sort(monkeypatch: pytest.Mo
             patch.setattr(dynatree_lab.methods.sampler, "stable_top_k", counting)
             assert sampler.keep_top_p(probs, few).equal(kept)
     assert n_ranked[few] == 16 and 4 <= n_ranked[3000] <= 12, n_ranked
+
+
+def test_the_top_p_set_of_a_large_vocabulary() -> None:
+    """Compare with sums in float64. With few bits, most of 50,304 probabilities would count as 0,
+    and all tokens would stay."""
+    logits = torch.randn(2, 50_304, generator=torch.Generator().manual_seed(3))
+    logits[1] *= 4
+    probs = torch.softmax(logits, dim=-1).double().sort(dim=-1, descending=True).values
+    expected = (probs.cumsum(dim=-1) - probs < 0.9).sum(dim=-1)
+    for found in (
+        Sampling(1.0, 0.9).sampler(CPU).target_distribution(logits),
+        probabilities(logits, 1.0, 0.9),
+    ):
+        assert ((found > 0).sum(dim=-1) - expected).abs().max() <= 1
+
+
+def test_min_p_keeps_what_equals_its_limit() -> None:
+    sampler = Sampling(1.0, min_p=1.0).sampler(CPU)
+    found = sampler.target_distribution(torch.tensor([[3.0, 1.0, 3.0]]))
+    assert found.tolist() == [[0.5, 0.0, 0.5]]
 
 
 def assert_distributed(counts: Counter, expected: dict[tuple, float]) -> None:

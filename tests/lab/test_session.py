@@ -1,8 +1,12 @@
 """Tests of a text that is written by several calls: with which ids it goes on after every end, and
 that it is the text of fresh runs. test_kept.py tests the caches, with every method."""
 
+from dataclasses import replace
+
 import pytest
 from fast import count_rows
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import dynatree_lab as lab
 from dynatree_lab.engine.kept import KeptCache
@@ -46,6 +50,18 @@ def test_a_session_goes_on_after_every_end(words: str, pair: Pair) -> None:
             decode = pair.tokenizer.decode
             assert stop in decode(own) and stop not in decode(own[:-1])
     assert reasons == ["length", "eos", "stop", "length"]
+
+
+def test_special_tokens_are_added_once(pair: Pair) -> None:
+    """Check a tokenizer that begins each text with a token of its own."""
+    tokenizer = Tokenizer.from_str(pair.tokenizer.to_str())
+    first = tokenizer.id_to_token(7)
+    tokenizer.post_processor = TemplateProcessing(f"{first} $A", special_tokens=[(first, 7)])
+    session, ids = lab.Session(replace(pair, tokenizer=tokenizer)), []
+    for text in ("The ship sailed at dawn", " The captain said:"):
+        ids += [7] * (not ids) + pair.tokenizer.encode(text).ids
+        ids += session.write(text, "ar", max_new_tokens=3).ids
+    assert session.ids == ids
 
 
 def test_ids_may_be_replaced(pair: Pair) -> None:

@@ -22,7 +22,7 @@ from dynatree import ModelDrafter
 from dynatree_lab.engine.generate import generate
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.process import Process, RowTexts
+from dynatree_lab.engine.process import Process, RowTexts, processed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.rules import MethodRule
@@ -101,6 +101,13 @@ def test_texts_are_those_of_the_rows() -> None:
     assert texts[0] == expected[0]
     with pytest.raises(IndexError):
         texts[5]
+
+
+def test_a_row_that_overflowed_stays_rejected() -> None:
+    """Let the process make all logits finite, also those of a row that had none."""
+    tree, logits = Tree.from_root(7), torch.zeros(2, 3)
+    _, is_finite = processed(lambda logits, texts: logits, logits, [True, False], [], tree)
+    assert is_finite == [True, False]
 
 
 @KINDS
