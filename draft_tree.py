@@ -26,6 +26,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import numpy
@@ -237,6 +238,14 @@ def setting(default: float, low: float, high: float, meaning: str) -> Field:
     return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
 
 
+def number(name: str, value: object, kind: type[float]) -> float:
+    """Return a number as an int or float, because JSON has none of numpy's. Raises ValueError if it
+    is no number of this kind; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+        raise ValueError(f"{name} is {value!r}, it must be of type {kind.__name__}")
+    return kind(value)
+
+
 class Settings:
     """The settings of a method: a base for frozen dataclasses whose fields are made by `setting`.
 
@@ -248,10 +257,13 @@ class Settings:
             self.check(f.name, getattr(self, f.name), f.type, f.metadata)
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
-        """Raise ValueError for a value that this setting must not have. Subclasses extend it."""
-        kinds = (float, int) if kind is float else (kind,)
-        if type(value) not in kinds:
-            raise ValueError(f"{name} is {value!r}, it must be of type {kind.__name__}")
+        """Check a setting, and make it a number of Python's. Raises ValueError if it must not have
+        this value. Subclasses extend it."""
+        if kind is not bool:
+            value = number(name, value, kind)
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+        elif type(value) is not bool:
+            raise ValueError(f"{name} is {value!r}, it must be of type bool")
         low, high = metadata["low"], metadata["high"]
         if not low <= value <= high:
             raise ValueError(f"{name} is {value}, it must be from {low} to {high}")

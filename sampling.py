@@ -46,7 +46,7 @@ class Sampler:
         require_positive("top_p", top_p, 1)
         self.temperature = temperature
         self.top_p = top_p
-        self.random = Random(seed)
+        self.random = Random(int(seed))
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         """Return the accepted rows and the token after each. Raises as finite_rows does."""

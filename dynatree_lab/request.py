@@ -5,16 +5,45 @@ print(token_ids(request.decode()))
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict
 
+from torch import Tensor
+
+from draft_tree import Rule, number
+from dynatree import Drafter
 from dynatree_lab.engine.generate import Step, checked_ids, generate
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.passes import FULL_ATTENTION
+from dynatree_lab.engine.process import Process
 from dynatree_lab.pair import Pair, length_warning
 from dynatree_lab.tokens import encode_prompt
+from verify import Acceptance
+
+
+class TextOptions(TypedDict, total=False):
+    """The keyword arguments of a text. engine/generate.py explains those from rule to inspect."""
+
+    eos_ids: Iterable[int] | None  # None for the target's
+    stop: str | Iterable[str]  # a text, or several, before which generation stops
+    logprobs: int | None  # log-probabilities of the ids, and as many likeliest ids beside each
+    rule: Rule
+    drafter: Drafter
+    accept: Acceptance
+    process: Process
+    inspect: Callable[[Tensor], None]
+    temperature: float  # the words of a config may have this and the next five instead
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    draft_temperature: float
+
+
+OBJECTS = ("rule", "drafter", "accept", "process", "inspect")  # those of the caller
 
 
 @dataclass(frozen=True)
@@ -30,6 +59,7 @@ class Request:
     logprobs: int | None = None  # as in engine/generate.py
     kept: Sequence[KeptCache] = ()  # of a session
     is_recorded: bool = False  # for a trace
+    objects: dict[str, object] = field(default_factory=dict)  # by their names in OBJECTS
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -41,7 +71,7 @@ class Request:
         """Return the steps."""
         return generate(
             self.pair.target,
-            self.pair.draft,
+            None if "drafter" in self.objects else self.pair.draft,
             self.prompt,
             self.config,
             max_new_tokens=self.max_new_tokens,
@@ -49,6 +79,7 @@ class Request:
             logprobs=self.logprobs,
             is_recorded=self.is_recorded,
             kept=self.kept,
+            **self.objects,
         )
 
 
@@ -57,13 +88,22 @@ def make_request(
     prompt: str,
     config: GenerationConfig | str,
     max_new_tokens: int,
-    eos_ids: Iterable[int] | None,
-    stop: str | Iterable[str],
-    sampling: dict[str, float],
+    options: TextOptions,
+    *,
     before: Sequence[int] = (),
+    kept: Sequence[KeptCache] = (),
+    is_recorded: bool = False,
 ) -> Request:
     """Return the request of stream_text's arguments (result.py). before: ids before the prompt.
     Warns of a sequence that is longer than the target was trained for. Raises ValueError."""
+    for name in options.keys() - TextOptions.__annotations__.keys():
+        known = f"the keywords are max_new_tokens, {', '.join(TextOptions.__annotations__)}"
+        how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
+        raise ValueError(f"{name} is no argument; {known}; {how}")
+    if "logprobs" in options and not is_recorded:
+        raise ValueError("logprobs has no effect on a stream; use write_text")
+    sampling = {name: value for name, value in options.items() if name in SAMPLING}
+    objects = {name: options[name] for name in OBJECTS if options.get(name) is not None}
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r:.80}, it must be a {kind.__name__}")
@@ -74,17 +114,31 @@ def make_request(
     else:
         raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
     config.require_fit([each.config for each in pair.models])
-    if pair.draft is None and config.make_rule().max_depth:
+    needs_draft = "drafter" not in objects and config.needs_draft(objects.get("rule"))
+    if needs_draft and pair.draft is None:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
     if before:  # inside a text, nothing is added
         ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]
     else:
         ids = encode_prompt(prompt, pair.tokenizer)
+    eos_ids, stop = options.get("eos_ids"), options.get("stop", ())
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
     stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
-    if config.window == FULL_ATTENTION and isinstance(max_new_tokens, int):  # checked by generate
+    max_new_tokens = number("max_new_tokens", max_new_tokens, int)
+    if config.window == FULL_ATTENTION:
         if warning := length_warning(pair, len(ids) + max_new_tokens):
             warnings.warn(warning, stacklevel=3)  # at the caller of write_text, for example
-    return Request(pair, ids, config, max_new_tokens, eos_ids=eos_ids, stop=stops)
+    return Request(
+        pair,
+        ids,
+        config,
+        max_new_tokens,
+        eos_ids=eos_ids,
+        stop=stops,
+        logprobs=options.get("logprobs"),
+        kept=kept,
+        is_recorded=is_recorded,
+        objects=objects,
+    )

@@ -10,9 +10,10 @@ session = Session(pair)  # a text that is written by several calls; no token is 
 print(session.write("The ship", max_new_tokens=32).text, session.write(" The captain").text)
 """
 
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from tokenizers import Tokenizer
@@ -26,12 +27,12 @@ from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
 from dynatree_lab.html_page import as_page
-from dynatree_lab.methods import METHODS
+from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.sampler import GREEDY
 from dynatree_lab.metrics import Metrics, measure, summarise, token_ids, versions
 from dynatree_lab.pair import Pair, dtype_name
-from dynatree_lab.request import Request, make_request
+from dynatree_lab.request import Request, TextOptions, make_request
 from dynatree_lab.tokens import StopTexts, TextStream
 from dynatree_lab.trace import trace_of
 
@@ -129,27 +130,19 @@ def stream_text(
     prompt: str,
     config: GenerationConfig | str = "dynatree",
     max_new_tokens: int = 128,
-    eos_ids: Iterable[int] | None = None,
-    stop: str | Iterable[str] = (),
-    **sampling: float,
+    **options: Unpack[TextOptions],
 ) -> Generator[str, None, str]:
     """Yield the text that continues a prompt, in pieces of whole characters, each as soon as it is
     final. Return (the value of `yield from`) the finish reason: "eos", "stop" or "length".
 
     Args:
         config: a GenerationConfig, or words for one, such as "dynatree tau=0.02 strict".
-        eos_ids: None for the target's.
-        stop: a text, or several, before which generation stops.
-        sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words may
-            have instead.
+        options: those of request.TextOptions but logprobs.
 
     Warns of a sequence that is longer than the target was trained for. Raises ValueError for
     invalid arguments, and the errors of engine/generate.py.
     """
-    request = make_request(
-        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
-    )
-    return Result(request, command=[]).write()
+    return Result(make_request(pair, prompt, config, max_new_tokens, options), []).write()
 
 
 def write_text(
@@ -157,22 +150,14 @@ def write_text(
     prompt: str,
     config: GenerationConfig | str = "dynatree",
     max_new_tokens: int = 128,
-    eos_ids: Iterable[int] | None = None,
-    stop: str | Iterable[str] = (),
-    logprobs: int | None = None,
-    **sampling: float,
+    **options: Unpack[TextOptions],
 ) -> Result:
-    """Continue a prompt. The arguments are those of stream_text, and so are the errors.
-
-    logprobs: if given, the result has the log-probabilities of its ids, and of as many likeliest
-    ids beside each.
+    """Continue a prompt. The arguments are those of stream_text and logprobs, and the errors those
+    of stream_text.
 
     The run is recorded for save_page, which takes some of the time that result.metrics has.
     """
-    request = make_request(
-        pair, prompt, config, max_new_tokens, eos_ids=eos_ids, stop=stop, sampling=sampling
-    )
-    request = replace(request, logprobs=logprobs, is_recorded=True)
+    request = make_request(pair, prompt, config, max_new_tokens, options, is_recorded=True)
     return Result(request, make_command(prompt, request)).write_all()
 
 
@@ -190,10 +175,7 @@ class Session:
         text: str,
         config: GenerationConfig | str = "dynatree",
         max_new_tokens: int = 128,
-        eos_ids: Iterable[int] | None = None,
-        stop: str | Iterable[str] = (),
-        logprobs: int | None = None,
-        **sampling: float,
+        **options: Unpack[TextOptions],
     ) -> Result:
         """Append a text, which may be empty after the first call, and continue it. The arguments
         are those of write_text, and so are the errors.
@@ -206,20 +188,39 @@ class Session:
             text,
             config,
             max_new_tokens,
-            eos_ids=eos_ids,
-            stop=stop,
-            sampling=sampling,
+            options,
             before=self.ids,
+            kept=self.kept,
+            is_recorded=True,
         )
-        request = replace(request, kept=self.kept, logprobs=logprobs, is_recorded=True)
         result = Result(request, [] if self.ids else make_command(text, request)).write_all()
         self.ids = request.prompt + ids_until_stop(result)
         return result
+
+    def stream(
+        self,
+        text: str,
+        config: GenerationConfig | str = "dynatree",
+        max_new_tokens: int = 128,
+        **options: Unpack[TextOptions],
+    ) -> Generator[str, None, str]:
+        """Do what `write` does, in the pieces of stream_text. `ids` grows with each step."""
+        request = make_request(
+            self.pair, text, config, max_new_tokens, options, before=self.ids, kept=self.kept
+        )
+        result = Result(request, [])
+
+        def on_step(step: Step) -> None:
+            self.ids = request.prompt + ids_until_stop(result)
+
+        return result.write(on_step)
 
 
 def ids_until_stop(result: Result) -> list[int]:
     """Return the ids of a result up to the one that completed a stop text, if one did. The ids
     after it depend on the trees."""
+    if not result.request.stop:
+        return result.ids
     stream, stops = TextStream(result.request.pair.tokenizer), StopTexts(result.request.stop)
     for n, token in enumerate(result.ids, start=1):
         stops.push(stream.push([token]))
@@ -241,6 +242,10 @@ def describe_request(request: Request) -> dict:
     config, rule = request.config, request.config.make_rule()
     accepts = config.acceptance or default_acceptance(rule)
     method = method_name(config.settings) or type(config.settings).__name__
+    objects = {
+        name: getattr(each, "__name__", type(each).__name__)
+        for name, each in request.objects.items()
+    }
     return {
         "method": method,
         **asdict(config.settings),
@@ -254,7 +259,7 @@ def describe_request(request: Request) -> dict:
         "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
         "acceptance": None if config.sampling.is_greedy else accepts,
         "window": None if config.window == FULL_ATTENTION else asdict(config.window),
-    }
+    } | ({"objects": objects} if objects else {})
 
 
 def describe_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer) -> list[dict]:
@@ -282,7 +287,8 @@ def make_command(prompt: str, request: Request) -> list[str]:
     method, eos_ids = method_name(config.settings), tuple(request.eos_ids)
     is_own_eos = eos_ids not in ((), tuple(pair.target.config.eos_ids))
     are_loaded = all(map(is_fast, pair.models))  # others are the caller's
-    if not method or config.commit != "keep" or is_own_eos or not are_loaded:
+    has_option = config.commit == "keep" and not is_own_eos and not request.objects
+    if method not in PROJECT_METHODS or not has_option or not are_loaded:
         return []
     options = {"--method": method, "--max-new-tokens": request.max_new_tokens}
     options |= {"--target": pair.target_folder, "--dtype": dtype_name(pair.target.dtype)}

@@ -19,9 +19,9 @@ from pathlib import Path
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from dynatree_lab.cli.compare import strict_reference
-from dynatree_lab.engine.generation_config import GenerationConfig, has_temperature
+from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.errors import UsageError
-from dynatree_lab.methods import METHODS
+from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
@@ -68,7 +68,7 @@ class Case:
     @property
     def is_drafting(self) -> bool:
         """Whether a draft model or an EAGLE head runs."""
-        return not self.is_hf and self.generation_config().make_rule().max_depth > 0
+        return not self.is_hf and self.generation_config().needs_draft()
 
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
@@ -83,9 +83,9 @@ class Case:
                 top_p = top_p if self.temperature and top_p is not None else 1.0
                 draft = self.draft_temperature, self.is_drawn
                 sampling = Sampling(self.temperature, top_p, seed, *draft)
+            return replace(config, sampling=sampling, graphs=graphs)
         except ValueError as error:
             raise UsageError(f"{self.row}: {error}") from error
-        return replace(config, sampling=sampling, graphs=graphs)
 
 
 def labels(cases: Sequence[Case]) -> list[str]:
@@ -153,7 +153,7 @@ def read_part(found: dict) -> Part:
 def expand(pattern: str) -> list[str]:
     """Return the rows that a pattern with {a,b} or * matches. The first braces vary slowest."""
     if pattern == "*":
-        return list(METHODS)
+        return list(PROJECT_METHODS)
     words = re.split(r"\{(.*?)\}", pattern)  # odd indices: the content of braces
     options = [word.split(",") if i % 2 else [word] for i, word in enumerate(words)]
     return ["".join(chosen) for chosen in product(*options)]
@@ -249,8 +249,8 @@ def require_row(row: str) -> None:
     if method not in METHODS:
         known = ", ".join([*METHODS, *HF_METHODS])
         raise UsageError(f"method is {row!r}, it must be one of {known}")
-    rule = Case(row, "", 0, 0, 0.0).generation_config().make_rule()
-    if HEAD in words and not rule.max_depth:
+    is_drafting = Case(row, "", 0, 0, 0.0).is_drafting  # raises UsageError
+    if HEAD in words and not is_drafting:
         raise UsageError(f"{row}: {method} uses no draft model; remove {HEAD}")
 
 
@@ -283,6 +283,6 @@ def make_case(row: str, part: Part, size: Size) -> Case:
         case = replace(case, acceptance=part.acceptance)
     if part.draft_temperature is not None:
         is_drawn = rule.draws_candidates and case.method in part.drawn and not is_sampled
-        if has_temperature(rule, is_drawn or is_sampled):
+        if config.has_temperature(is_drawn or is_sampled):
             case = replace(case, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
     return case

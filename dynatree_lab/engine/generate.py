@@ -17,7 +17,7 @@ from dataclasses import replace
 from torch import Tensor
 
 import dynatree
-from draft_tree import Rule
+from draft_tree import Rule, number
 from dynatree import Drafter
 from dynatree_lab.engine.compose import compose, draft_ranking
 from dynatree_lab.engine.generation_config import GenerationConfig
@@ -67,9 +67,10 @@ def generate(
     """Decode a text as dynatree.generate does. Strict trees are at most 15 levels deep.
 
     Args:
+        draft: None for a method that needs none, and with a drafter.
         rule: a new one, in place of that of config.settings.
-        drafter: in place of the draft, which is then None.
-        accept: in place of the acceptance of config.sampling, which is then greedy.
+        drafter: in place of the draft and of the method's drafter.
+        accept: in place of the method's acceptance and of config.sampling, which is then greedy.
         process: changes the target's logits before a token is chosen from them.
         logprobs: if given, each step has the log-probabilities of its tokens, and as many likeliest
             ids beside each.
@@ -86,18 +87,24 @@ def generate(
     if not ids or not 0 <= min(ids) <= max(ids) < target.config.vocab_size:
         last = target.config.vocab_size - 1
         raise ValueError(f"prompt must have at least one id, and all from 0 to {last}")
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, it must be an int from 1")
+    max_new_tokens = number("max_new_tokens", max_new_tokens, int)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
     own_rule = choose_rule(rule, config)
-    if own_rule.max_depth and not (draft or drafter):
+    needs_draft = drafter is None and config.needs_draft(own_rule)
+    if needs_draft and draft is None:
         raise ValueError("this method drafts, so it needs a draft or a drafter")
 
     n_tokens = len(ids) + max_new_tokens
     target_run, draft_run = run_target(target, own_rule, config, n_tokens), None
-    if draft is not None and own_rule.max_depth:
+    if needs_draft:
         draft_run = run_draft(draft, own_rule, config, n_tokens, n_ids=target.config.vocab_size)
     runs = [target_run, draft_run] if draft_run else [target_run]
     require_caches(runs)
+    if drafter is None and own_rule.max_depth and hasattr(config.settings, "make_drafter"):
+        drafter = config.settings.make_drafter(draft_run)
+    if accept is None and config.sampling.is_greedy and hasattr(config.settings, "make_accept"):
+        accept = config.settings.make_accept()
     options = config.sampling, config.acceptance, is_recorded
     parts = compose(target_run, drafter or draft_run, own_rule, *options)
     limited_rule = LimitedRule(parts.rule, target_run)
@@ -169,8 +176,8 @@ def require_valid(
         raise ValueError("drafter replaces the draft, which is then None")
     if accept and not config.sampling.is_greedy:
         raise ValueError("accept replaces sampling, so config.sampling must be greedy")
-    if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
-        raise ValueError(f"logprobs is {logprobs!r}, it must be an integer of at least 0")
+    if logprobs is not None and number("logprobs", logprobs, int) < 0:
+        raise ValueError(f"logprobs is {logprobs}, it must be at least 0")
 
 
 def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:

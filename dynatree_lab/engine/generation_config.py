@@ -2,7 +2,7 @@
 
 It can be parsed from words, as rows of the benchmark and the command line have them:
 
-    GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", "temperature=0.8")
+    GenerationConfig.parse("dynatree tau=0.02 strict window=512 temperature=0.8")
     GenerationConfig.parse("dynatree", "tau=0.02", "strict", "window=512", temperature=0.8)
     GenerationConfig(  # the same
         DynaTree(tau=0.02), strict=True, window=Window(512, 4), sampling=Sampling(0.8)
@@ -66,6 +66,10 @@ class GenerationConfig:
             if rule.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
             choose_acceptance(rule, self.acceptance)
+        has_greedy_acceptance = hasattr(self.settings, "make_accept")
+        if has_greedy_acceptance and not self.sampling.is_greedy and not rule.acceptance:
+            why = "the method's acceptance is for greedy text; use temperature 0"
+            raise ValueError(f"temperature is {self.sampling.temperature}, {why}")
         n_rows = max(rule.max_verified, rule.min_rows)
         if self.strict and n_rows > MAX_STRICT_ROWS:
             why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
@@ -76,16 +80,19 @@ class GenerationConfig:
         """Return the config with the options that the words name.
 
         Args:
+            method: its name, after which there may be words.
             words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S, and sampling.
             sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words
                 may have instead.
 
         Raises ValueError with the invalid word.
         """
+        if isinstance(method, str):
+            method, *first = method.split() or [method]
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
         found, assignments = dict(sampling), []
-        for word in words:
+        for word in (*first, *words):
             options = parse_word(word)
             if twice := found.keys() & options.keys():
                 raise ValueError(f"{', '.join(twice)} is given twice, it must be given once")
@@ -107,19 +114,15 @@ class GenerationConfig:
         that has no effect."""
         if not given:
             return self
-        for name in given.keys() - SAMPLING.keys():
-            known = f"those of sampling are {', '.join(SAMPLING)}"
-            how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
-            raise ValueError(f"{name} is no argument; {known}; {how}")
         if self.sampling != GREEDY:
             raise ValueError(f"{', '.join(given)}: config.sampling is given as well; use one")
-        sampling, rule = Sampling(**given), self.make_rule()
+        sampling = Sampling(**given)
         if sampling.is_greedy:
             for name, neutral in NEUTRAL.items():
                 if getattr(sampling, name) != neutral:
                     raise ValueError(f"{name} needs a temperature above 0")
             sampling = replace(sampling, seed=GREEDY.seed)  # so that equal texts have equal configs
-        if sampling.draft_temperature and not has_temperature(rule, sampling.draws_candidates):
+        if sampling.draft_temperature and not self.has_temperature(sampling.draws_candidates):
             why = "the method's trees do not depend on the draft's probabilities"
             raise ValueError(f"draft_temperature has no effect, because {why}")
         return replace(self, sampling=sampling)
@@ -127,6 +130,19 @@ class GenerationConfig:
     def make_rule(self) -> MethodRule:
         """Return a new rule of the method."""
         return make_rule(self.settings)
+
+    def needs_draft(self, rule: Rule | None = None) -> bool:
+        """Whether the method, or this rule in place of its own, runs a draft model."""
+        rule = rule or self.make_rule()
+        return rule.max_depth > 0 and getattr(self.settings, "needs_draft", True)
+
+    def has_temperature(self, draws: bool) -> bool:
+        """Whether the temperature of the draft changes the method's trees. draws: whether
+        candidates are drawn if the rule supports it."""
+        rule = self.make_rule()
+        if not rule.max_depth or hasattr(self.settings, "make_drafter"):
+            return False
+        return (draws and rule.draws_candidates) or rule.depends_on_probs
 
     @property
     def works_on_any_model(self) -> bool:
@@ -148,12 +164,6 @@ class GenerationConfig:
             raise ValueError(f"sinks={sinks} leaves no window: {why}")
         if not n_rows <= size <= max_size:
             raise ValueError(f"window is {size}, it must be from {n_rows} to {max_size} ({why})")
-
-
-def has_temperature(rule: Rule, draws: bool) -> bool:
-    """Whether the temperature of the draft changes a rule's trees. draws: whether candidates are
-    drawn if the rule supports it."""
-    return (draws and rule.draws_candidates) or (rule.max_depth > 0 and rule.depends_on_probs)
 
 
 def parse_word(word: str) -> dict[str, object]:

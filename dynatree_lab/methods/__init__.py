@@ -1,9 +1,17 @@
 """The registry of methods, which the command lines, the benchmark, tests and tools read.
 
-A method is a frozen dataclass of settings whose `make_rule()` returns a Rule (draft_tree.py). To
-add one, write a file here. Then add a line to drafting.py, or to METHODS below if the method needs
-more than a draft model. --list-methods, graft's bases, the benchmark, the exactness suite and the
-GPU check include it from then on.
+A method is a frozen dataclass of settings whose `make_rule()` returns a Rule (draft_tree.py). It
+may also have:
+
+make_drafter(draft)  returns a new dynatree.Drafter for one text, in place of the plain draft model.
+                     draft: the draft model's run, or None
+needs_draft = False  the drafter needs no draft model
+make_accept()        returns a new verify.Acceptance for one greedy text
+
+A file of the user's adds one to METHODS (--load). To add one to the project, write a file here.
+Then add a line to drafting.py, or to METHODS below if the method needs more than a draft model.
+--list-methods, graft's bases, the benchmark, the exactness suite and the GPU check include it from
+then on.
 
 static      ar, linear, confident, fixed, specinfer: widths are fixed before decoding
 sequoia     the tree shape that is best for measured acceptance probabilities by rank
@@ -41,3 +49,4 @@ METHODS: dict[str, type[Settings]] = {
     "graft": Graft,
     "auto": Auto,
 }
+PROJECT_METHODS = tuple(METHODS)  # without those that users add

@@ -119,9 +119,10 @@ def last_states(cache: KVCache, n: int) -> Tensor:
 
 
 def head_of(draft: object) -> EagleHead | None:
-    """Return draft, or draft.model, if it is an EagleHead; otherwise None."""
-    model = getattr(draft, "model", draft)
-    return model if isinstance(model, EagleHead) else None
+    """Return the EagleHead that a drafter or a run has as its model, or None."""
+    while draft is not None and not isinstance(draft, EagleHead):
+        draft = getattr(draft, "model", None)
+    return draft
 
 
 def require_size(head: EagleHead, target: Model) -> None:

@@ -12,13 +12,13 @@ Shapes: n rows, k candidates per row, V vocabulary.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy
 import torch
 from torch import Tensor
 
-from draft_tree import Candidates, Tree
+from draft_tree import Candidates, Tree, number
 from sampling import Sampler, is_in_top_p, require_positive, tempered
 from verify import finite_rows
 
@@ -51,21 +51,22 @@ class Sampling:
     min_p: float = 0.0  # only tokens at least min_p times as likely as the likeliest one are drawn
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "draft_temperature", "min_p"):
-            value = getattr(self, name)
-            if not isinstance(value, float | int | None):
-                raise ValueError(f"{name} is {value!r}, it must be a number")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is not bool and value is not None:
+                kind = int if f.type is int else float
+                object.__setattr__(self, f.name, number(f.name, value, kind))
         if self.temperature != 0:
             require_positive("temperature", self.temperature)
         if self.draft_temperature is not None:
             require_positive("draft_temperature", self.draft_temperature)
         require_positive("top_p", self.top_p, 1)
-        if type(self.top_k) is not int or self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k!r}, it must be an integer of at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}, it must be at least 0")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}, it must be between 0 and 1")
-        if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed is {self.seed!r}, it must be an integer from 0 to 2^63 - 1")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}, it must be from 0 to 2^63 - 1")
         if self.draws_greedy and not self.temperature and self.draft_temperature is None:
             raise ValueError("drawing candidates for greedy text needs a draft_temperature")
 

@@ -25,8 +25,6 @@ class MethodSettings(Settings):
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
         if "parse" not in metadata:
             super().check(name, value, kind, metadata)
-            if kind is float:
-                object.__setattr__(self, name, float(value))
             return
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}, it must be of type {kind.__name__}")

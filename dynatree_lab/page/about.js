@@ -11,7 +11,8 @@ function buildAbout() {
   const { metrics, sampling } = { ...data, ...settings };
   const how = isSampled ? `sampled at ${formatValue(sampling.temperature)}` : "greedy";
   const window = settings.window ? `, window ${settings.window.size}` : "";
-  byId("method").textContent = `${settings.method}, ${how}${window}`;
+  const own = Object.entries(settings.objects ?? {}).map(([kind, name]) => `, ${kind} ${name}`);
+  byId("method").textContent = `${settings.method}, ${how}${window}${own.join("")}`;
   document.title = `${settings.method}: ${formatCount(metrics.new_tokens, "token")}, DynaTree`;
   byId("totals").append(...totals().map(([value, unit, kind]) => {
     return html("div", { class: kind ?? "" }, html("dt", {}, unit), html("dd", {}, value));

@@ -489,8 +489,8 @@ WRONG = [  # arguments, the error
     ({"prompt": []}, "prompt must have at least one id, and all from 0 to 4095"),
     ({"prompt": [0, 4096]}, "all from 0 to 4095"),
     ({"prompt": [0.5]}, "prompt is [0.5], it must be a sequence of token ids"),
-    ({"max_new_tokens": 0}, "max_new_tokens is 0, it must be an int from 1"),
-    ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5, it must be an int from 1"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, it must be at least 1"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens is 1.5, it must be of type int"),
     ({"eos_ids": 0}, "eos_ids is 0, it must be a sequence of token ids"),
     ({"config": GenerationConfig.parse("linear")}, "this method drafts, so it needs a draft or"),
 ]

@@ -1,21 +1,30 @@
 """Tests of the package from Python: the examples of docs/python.md, and the arguments of a text."""
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from fast import Only
 from small import ROOT, Captured
+from torch import Tensor
 
 import dynatree_lab as lab
-from draft_tree import DynaTree
+from draft_tree import DynaTree, DynaTreeRule
+from dynatree import ModelDrafter
 from dynatree_lab.cli.main import main
 from dynatree_lab.methods.static import Chain
+from dynatree_lab.metrics import token_ids
 from dynatree_lab.pair import Pair, parse_size
+from dynatree_lab.tokens import encode_prompt
 from gpt_neox import GPTNeoX
+from sampling import Sampler
 
 PROMPT = "The ship sailed at dawn"
 
@@ -129,14 +138,17 @@ INVALID = [  # arguments besides the pair, the ValueError
     ({"config": "dynatree window=8"}, "window is 8, it must be from 64 to"),
     ({"config": "linear", "draft_temperature": 2.0}, "draft_temperature has no effect, because"),
     ({"top_k": 3}, "top_k needs a temperature above 0"),
-    ({"seed": -3}, "seed is -3, it must be an integer"),
+    ({"seed": -3}, "seed is -3, it must be from 0"),
+    ({"seed": True}, "seed is True, it must be of type int"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5, it must be of type int"),
     ({"config": "dynatree top_p=0.5"}, "top_p needs a temperature above 0"),
     ({"stop": ""}, "stop is '', it must be a text or several, none of them empty"),
     ({"stop": [1]}, r"stop is \[1\], it must be a text"),
     ({"stop": None}, "stop is None, it must be a text"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"tau": 0.01}, 'tau is no argument; .* words, such as "dynatree tau=0.01 strict"'),
-    ({"topp": 0.5}, "topp is no argument; those of sampling are temperature, top_p, seed"),
+    ({"topp": 0.5}, "topp is no argument; the keywords are max_new_tokens, eos_ids, stop, logprobs,"),
+    ({"logprobs": 3}, "logprobs has no effect on a stream; use write_text"),
     ({"temperature": -1}, "temperature is -1"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"pair": "models/tiny/target"}, "pair is 'models/tiny/target', it must be a Pair"),
@@ -150,6 +162,52 @@ def test_mistakes_in_arguments_are_one_error(
     given = {"pair": pair, "prompt": PROMPT} | changes
     with pytest.raises(ValueError, match=message):
         list(lab.stream_text(**given))
+
+
+@pytest.mark.parametrize("name", ["rule", "drafter", "accept", "process", "inspect"])
+def test_texts_take_the_objects_of_generate(name: str, pair: Pair, tmp_path: Path) -> None:
+    """Check that each writes the text of `generate` with it, in a stream, a result and both calls
+    of a session, and that the page names it."""
+
+    def make() -> object:
+        return {
+            "rule": DynaTreeRule(DynaTree(B_mid=1, tau=0.3)),
+            "drafter": ModelDrafter(pair.draft),
+            "accept": Sampler(0.8, seed=3),
+            "process": lambda logits, texts: -logits,
+            "inspect": seen.append,
+        }[name]
+
+    seen: list[Tensor] = []
+    ids, config = encode_prompt(PROMPT, pair.tokenizer), lab.GenerationConfig.parse("dynatree")
+    draft = None if name == "drafter" else pair.draft
+    steps = list(lab.generate(pair.target, draft, ids, config, 16, **{name: make()}))
+    result = lab.write_text(pair, PROMPT, max_new_tokens=16, **{name: make()})
+    assert result.ids == token_ids(steps)
+    assert [step.tree for step in result.steps] == [step.tree for step in steps]
+    objects = result.data["settings"]["objects"]
+    kind = {"process": "<lambda>", "inspect": "append"}.get(name, type(make()).__name__)
+    assert objects == {name: kind} and result.data["command"] == []
+    lab.save_page(result, tmp_path / "run.html")
+    for write in (partial(lab.stream_text, pair), lab.Session(pair).stream):
+        assert "".join(write(PROMPT, max_new_tokens=16, **{name: make()})) == result.text
+    session = lab.Session(pair)
+    assert session.write(PROMPT, max_new_tokens=16, **{name: make()}).ids == result.ids
+    assert not seen or len(torch.cat(seen)) == 5 * 16
+
+
+def test_numbers_of_numpy_are_numbers(pair: Pair) -> None:
+    """Check each place that takes a number, and that a report of them can be written as JSON."""
+    numbers = {"temperature": numpy.float32(0.8), "seed": numpy.int64(3), "top_k": numpy.uint8(7)}
+    numbers |= {"logprobs": numpy.int32(1), "max_new_tokens": numpy.int64(9)}
+    settings = lab.METHODS["dyspec"](N=numpy.int64(12), calibrate=True)
+    result = lab.write_text(pair, PROMPT, lab.GenerationConfig(settings), **numbers)
+    plain = {name: value.item() for name, value in numbers.items()}
+    assert result.ids == lab.write_text(pair, PROMPT, "dyspec N=12 calibrate=on", **plain).ids
+    assert json.loads(json.dumps(result.data))["settings"]["N"] == 12
+    for tau in numpy.linspace(0.01, 0.1, 3):
+        assert type(DynaTree(tau=tau).tau) is float and lab.Sampling(tau).temperature == tau
+    assert Sampler(numpy.float64(0.8), seed=numpy.int64(1)).draw(torch.ones(3)) in range(3)
 
 
 def test_mistakes_with_models_are_one_error(pair: Pair, tmp_path: Path) -> None:

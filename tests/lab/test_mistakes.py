@@ -84,7 +84,7 @@ MISTAKES = [
     (A + " --temperature 1 --top-p 0", {}, "top_p is 0.0, it must be"),
     (A + " --top-k 5", {}, "top_k needs a temperature above 0"),
     (A + " --min-p .1 --seed 1", {}, "min_p needs a temperature above 0"),
-    (A + " --seed -1", {}, "seed is -1, it must be an integer from 0"),
+    (A + " --seed -1", {}, "seed is -1, it must be from 0"),
     (A + " --threads 0", {}, "--threads is 0, it must be from 1 to 1024"),
     (A + " --threads 9999999999", {}, "--threads is 9999999999, it must be"),
     (A + " --draft-temperature 0", {}, "draft_temperature is 0.0, it must be above 0"),

@@ -442,12 +442,12 @@ def test_the_same_seed_gives_the_same_text(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": "0.8"}, "temperature is '0.8', it must be a number"),
+        ({"temperature": "0.8"}, "temperature is '0.8', it must be of type float"),
         ({"temperature": -1.0}, "temperature is -1.0, it must be above 0 and finite"),
         ({"temperature": 0.0, "draws_greedy": True}, "greedy text needs a draft_temperature"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p is 1.5, it must be above 0 and at most 1"),
-        ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be an integer"),
-        ({"temperature": 1.0, "top_k": -1}, "top_k is -1, it must be an integer of at least 0"),
+        ({"temperature": 1.0, "seed": -1}, "seed is -1, it must be from 0"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k is -1, it must be at least 0"),
         ({"temperature": 1.0, "min_p": 2.0}, "min_p is 2.0, it must be between 0 and 1"),
     ],
 )

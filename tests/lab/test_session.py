@@ -26,6 +26,25 @@ def write_fresh(pair: Pair, ids: list[int], words: str, n: int, eos_ids: list[in
     return token_ids(lab.generate(pair.target, pair.draft, ids, config, n, eos_ids=eos_ids))
 
 
+def test_a_streamed_session_is_a_written_one(pair: Pair) -> None:
+    """Check pieces, finish reasons and ids of two texts, and the ids of a stream that is left."""
+    one, other = Session(pair), Session(pair)
+    for text, stop in (("The ship sailed at dawn", ()), (" The captain said:", "e")):
+        stream, pieces = one.stream(text, "dynatree", 24, stop=stop), []
+        try:
+            while True:
+                pieces.append(next(stream))
+        except StopIteration as ended:
+            reason = ended.value
+        result = other.write(text, "dynatree", 24, stop=stop)
+        assert ("".join(pieces), reason) == (result.text, result.finish_reason)
+        assert one.ids == other.ids
+    n_ids = len(one.ids)
+    next(one.stream("", "dynatree", 24))
+    assert one.ids[n_ids:] == other.write("", "dynatree", 24).ids[: len(one.ids) - n_ids]
+    assert len(one.ids) > n_ids
+
+
 @pytest.mark.parametrize("words", ["ar", "dynatree", "fixed D=4 B=3 tau=0", "auto"])
 def test_a_session_goes_on_after_every_end(words: str, pair: Pair) -> None:
     """Check the ids after the limit, an EOS id in the middle of the text, and a stop text. No tree

@@ -30,7 +30,7 @@ WRONG = [  # values from Python, error
     ({"p": True}, "p is True, it must be of type float"),
     ({"n": 1.0}, "n is 1.0, it must be of type int"),
     ({"is_on": 1}, "is_on is 1, it must be of type bool"),
-    ({"p": 2}, "p is 2, it must be from 0 to 1"),
+    ({"p": 2}, "p is 2.0, it must be from 0 to 1"),
     ({"p": math.nan}, "p is nan, it must be from 0 to 1"),
     ({"n": -1}, "n is -1, it must be from 0 to 9"),
     ({"at": "top"}, "at=top: it must be one of root, tail"),
