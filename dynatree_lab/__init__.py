@@ -45,6 +45,7 @@ PLACES = {  # of each name, the module that has it
     "generate": "engine.generate",
     "GenerationConfig": "engine.generation_config",
     "METHODS": "methods",
+    "run": "cli.main",
     "Sampling": "methods.sampler",
 }
 __all__ = list(PLACES)

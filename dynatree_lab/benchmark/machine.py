@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 def describe_machine(pair: Pair, models: dict, has_hf: bool) -> dict[str, str | int | None]:
     """Return the processor, versions, models and commit. models: the pair's report."""
     machine = versions() | models
+    if machine["draft"] is None:  # no case needs it
+        del machine["draft"]
     for role in {"target", "draft", "head"} & machine.keys():
         machine[role] = path_from_root(machine[role])
     if has_hf:

@@ -51,12 +51,14 @@ from dynatree_lab.benchmark.plan import (
     make_plan,
     read_options,
     require_alone,
+    times_passes,
 )
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
+from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
 from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
@@ -150,9 +152,9 @@ class Bench:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
         of the cases, if the report needs these times or predicts speeds from them."""
         head = self.results.head
-        is_shown = head["table"] == "steps" or "predicted" in head["columns"]
+        is_shown = times_passes(head["table"], head["columns"])
         # The report of a streamed target shows its time of a pass over the draft's
-        is_shown |= self.pair.target_memory is not None
+        is_shown |= self.pair.target_memory is not None and self.pair.draft is not None
         if is_shown and not self.results.step_times:
             times = measure_step_times(
                 self.pair.target,
@@ -313,7 +315,7 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.show is not None:
         require_alone(args, "--show", "--columns", "--format")
-        results = load(args.show)
+        results = read_results(args.show)
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:
@@ -338,12 +340,19 @@ def resume_table(args: argparse.Namespace) -> int:
     """Measure the texts that a results file lacks, with the options that it was made with. Raises
     UsageError if prompts, models or machine are different now."""
     file = Path(args.resume)
-    results = from_rank_0(load, file)
+    results = read_results(file)
     options = read_options(results.head)
     options.format = args.format
     plan = make_plan(options, results)
     drop_partial_line(file)
     return run_table(Bench(plan, results, file))
+
+
+def read_results(file: str | Path) -> Results:
+    """Return the content of a results file, and import its --load. Raises UsageError."""
+    results = from_rank_0(load, file)
+    import_files(results.head["options"].get("load", ()))
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import embedded_head, open_pair
 from dynatree_lab.errors import UsageError
 from dynatree_lab.metrics import token_ids
@@ -44,6 +45,7 @@ def answer() -> None:
     """Print the result of measure_memory for the arguments on standard input."""
     given = json.load(sys.stdin)
     given["args"], given["case"] = argparse.Namespace(**given["args"]), Case(**given["case"])
+    import_files(given["args"].load or ())
     print(json.dumps(measure_memory(**given)))
 
 
@@ -53,7 +55,7 @@ def measure_memory(args: argparse.Namespace, case: Case, prompt: list[int], seed
     config = case.generation_config(args.top_p, seed, not args.no_graphs)
     if case.uses_head:
         args.draft = args.head or embedded_head()
-    pair = open_pair(args, config.make_rule().max_depth > 0, lambda line: None)
+    pair = open_pair(args, config.needs_draft(), lambda line: None)
     ids = token_ids(Request(pair, prompt, config, case.new_tokens).decode())
     device = pair.target.device
     is_cuda = device.type == "cuda"

@@ -35,6 +35,7 @@ from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.errors import Parser, command_name, print_line
+from dynatree_lab.cli.load import add_load_option, digest_files
 from dynatree_lab.cli.options import (
     PAIRS,
     add_model_options,
@@ -76,6 +77,7 @@ def build_parser() -> Parser:
         prog=command_name("dynatree_lab.benchmark"),
         description="Compare the speed of methods with ar on the same prompts.",
     )
+    parser.repeatable = ("--load",)
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
@@ -84,6 +86,7 @@ def build_parser() -> Parser:
     words = " ".join(f"[{word}]" for word in options if word != "keep")
     rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
     add("--methods", type=list_of(words_of), metavar="M,...", help=rows)
+    add_load_option(parser)
     shown = "columns to show, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
@@ -175,7 +178,9 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     texts = [
         from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
     ]
-    pair = open_pair(args, is_drafting=True, announce=print_line)
+    needs_draft = any(case.is_drafting or case.is_hf for case in cases)
+    needs_draft |= times_passes(args.table, args.columns or table.columns)
+    pair = open_pair(args, needs_draft, announce=print_line)
     models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
     if any(case.uses_head for case in cases):
@@ -208,6 +213,12 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
 
 
+def times_passes(table: str, columns: Sequence[str]) -> bool:
+    """Whether a table shows times of single passes of target and draft, or speeds predicted from
+    them."""
+    return table == "steps" or "predicted" in columns
+
+
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
     # Greedy texts of a sampled table ignore top_p and seed
@@ -238,6 +249,8 @@ def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
     for name in PATHS:
         if found[name] and os.path.exists(found[name]):
             found[name] = os.path.abspath(found[name])
+    if args.load:
+        found["load"] = digest_files(map(os.path.abspath, args.load))
     return argparse.Namespace(**(found | {"pair": None}))
 
 
@@ -292,6 +305,8 @@ def require_same_conditions(before: Line, now: Line) -> None:
     for name in ("prompts_sha256", "columns", "cases"):
         if before[name] != now[name]:
             changes.append(f"the {name.removesuffix('_sha256')} have changed")
+    if before["options"].get("load") != now["options"].get("load"):
+        changes.append("a file of --load has changed")
     if changes:
         raise UsageError(f"--resume: {', '.join(changes)}; use the same conditions or a new file")
 

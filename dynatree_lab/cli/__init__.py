@@ -3,6 +3,7 @@
 main      one generation: options, streamed text, summary, reports
 options   options of methods, sampling and models, and what they choose
 prompts   prompts in files (--prompt-file, --prompts)
+load      files of the user's that add methods (--load)
 terminal  the progress of slow passes, the list of methods and settings
 compare   a generation compared with ar (--compare)
 errors    the parser, one line per user mistake, the exit status

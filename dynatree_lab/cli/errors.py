@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 
 from dynatree_lab import __version__
+from dynatree_lab.cli.load import load_files
 from dynatree_lab.engine.checkpoint import CheckpointError, first_line
 from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
 from dynatree_lab.engine.ranks import RanksError
@@ -43,6 +44,8 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         words = sys.argv[1:] if args is None else args
         self.require_no_repeats(words)
+        if "--load" in self._option_string_actions:
+            load_files(words)  # first, because other options may name their methods
         return super().parse_args(words, namespace)
 
     def require_no_repeats(self, words: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from dynatree_lab.cli.errors import (
     report_mistake,
     run_command_line,
 )
+from dynatree_lab.cli.load import add_load_option
 from dynatree_lab.cli.options import (
     PAIRS,
     add_method_options,
@@ -43,6 +44,7 @@ from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.html_page import as_data, as_page
+from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.metrics import summarise
 from dynatree_lab.request import Request
@@ -61,11 +63,13 @@ def build_parser() -> Parser:
         epilog=EXIT_STATUS,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=25),
     )
-    parser.repeatable = ("--set", "--stop")
+    parser.repeatable = ("--set", "--stop", "--load")
     parser.less_memory = "a 16-bit --dtype, a shorter prompt, fewer --max-new-tokens, a --window"
     parser.less_memory += ", --target-memory, a smaller --target"
     add_input_options(parser.add_argument_group("input"))
-    add_method_options(parser.add_argument_group("method"))
+    method = parser.add_argument_group("method")
+    add_method_options(method)
+    add_load_option(method)
     add_sampling_options(parser.add_argument_group("sampling"))
     add_model_options(parser.add_argument_group("models"), PAIRS)
     add_output_options(parser.add_argument_group("output"))
@@ -111,7 +115,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
         if not (args.json or args.trace):
             raise UsageError("--logprobs needs --json or --trace")
     config = choose_config(args)
-    is_drafting = config.make_rule().max_depth > 0
+    is_drafting = config.needs_draft()
     if args.prompts and (args.html or args.trace):
         raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
     prompts = from_rank_0(choose_prompts, args)
@@ -170,6 +174,8 @@ def write(parser: Parser, args: argparse.Namespace) -> int:
     A mistake in one of --prompts is reported, and the others go on.
     """
     prompts, request = prepare(args)
+    if args.method not in PROJECT_METHODS and not args.load:
+        args.command = []  # the method is that of a program which has called lab.run
     if args.prompts is None:
         request = with_prompt(request, prompts[0]["prompt"], 0)
         return write_one(Result(request, args.command), args, {})
@@ -300,3 +306,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [*parser.prog.split(), *words]  # the page shows how to repeat the run
     parser.set_defaults(command=command)
     return run_on_ranks(partial(run_command_line, partial(write, parser), parser, arguments))
+
+
+run = main  # its name in dynatree_lab

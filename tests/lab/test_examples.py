@@ -49,7 +49,8 @@ PROGRAMS = {
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = ("dynatree_lab/benchmark/", "dynatree_lab/training/", "dynatree_lab/cli/start.py", "tools/")
 FIGURES = "dynatree_lab/benchmark/figures.py"  # needs seaborn, which is optional
-NOT_OURS = ("pytest", "pretend_cuda", "wide")  # wide is the method that docs/method.md adds
+# docs/method.md adds wide and the file of --load
+NOT_OURS = ("pytest", "pretend_cuda", "wide", "--load")
 
 
 def paragraphs(file: Path) -> list[str]:

@@ -1,0 +1,275 @@
+"""Tests of a user's method: its drafter and acceptance, and the file that adds it (--load)."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from small import ROOT, TINY, Captured, error_line
+from torch import Tensor
+
+import dynatree_lab as lab
+from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
+from dynatree import Drafter, ModelDrafter
+from dynatree_lab.benchmark import measure
+from dynatree_lab.benchmark.cases import TABLES
+from dynatree_lab.benchmark.results import load
+from dynatree_lab.cli.main import main
+from dynatree_lab.methods import PROJECT_METHODS
+from dynatree_lab.methods.acceptances import accept_by_token
+from dynatree_lab.methods.static import Chain, Fixed
+from dynatree_lab.pair import Pair
+from verify import Acceptance, accept_greedy
+
+PROMPT = "The ship sailed at dawn"
+ASK = ["--prompt", PROMPT, "--max-new-tokens", "12"]
+HEAD = str(TINY / "eagle")
+
+
+class Counting(ModelDrafter):
+    """A ModelDrafter that proposes half of the candidates, and counts its calls."""
+
+    n_calls = 0
+
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        type(self).n_calls += 1
+        return super().choose(logits, (k + 1) // 2)
+
+
+class Repeating(Drafter):
+    """Proposes each token again, without a draft model."""
+
+    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+        return ModelDrafter.choose(self, one_hot(tokens), 1)
+
+
+def one_hot(tokens: list[int]) -> Tensor:
+    logits = Tensor(len(tokens), 4096).zero_()
+    logits[range(len(tokens)), tokens] = 9.0
+    return logits
+
+
+def accept_first(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
+    """Accept every first child, whatever the target says. It is lossy."""
+    path, tokens = [0], []
+    for row in range(1, len(tree)):
+        if tree.parents[row] == path[-1]:
+            path.append(row)
+            tokens.append(tree.tokens[row])
+    return path, [*tokens, int(logits[path[-1]].argmax())]
+
+
+@dataclass(frozen=True)
+class Halved(DynaTree):
+    """halved: a drafter of its own over the draft model."""
+
+    def make_drafter(self, draft: object) -> Drafter:
+        return Counting(draft)
+
+
+@dataclass(frozen=True)
+class Repeated(Chain):
+    """repeated: a drafter that needs no draft model."""
+
+    needs_draft = False
+
+    def make_drafter(self, draft: object) -> Drafter:
+        assert draft is None
+        return Repeating()
+
+
+@dataclass(frozen=True)
+class Lossy(Settings):
+    """lossy: accepts what the draft proposes."""
+
+    def make_rule(self) -> Rule:
+        return Rule(max_branches=1, max_depth=3, max_rows=4)
+
+    def make_accept(self) -> Acceptance:
+        return accept_first
+
+
+@dataclass(frozen=True)
+class Both(Fixed):
+    """both: an acceptance of greedy text, and one of sampled text."""
+
+    def make_rule(self) -> Rule:
+        rule = super().make_rule()
+        rule.acceptance = accept_by_token
+        return rule
+
+    def make_accept(self) -> Acceptance:
+        return accept_first
+
+
+@pytest.fixture(autouse=True)
+def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (Halved, Repeated, Lossy, Both):
+        monkeypatch.setitem(lab.METHODS, kind.__name__.lower(), kind)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return lab.load_pair()
+
+
+@pytest.mark.parametrize("words", ["halved", "repeated", "halved temperature=0.8"])
+def test_a_method_brings_its_drafter(words: str, pair: Pair) -> None:
+    """Check greedy ids, that the drafter drafts each level, and an EAGLE head under it."""
+    Counting.n_calls = 0
+    result = lab.write_text(pair, PROMPT, words, max_new_tokens=24)
+    n_levels = sum(len(step.draft_rows) for step in result.steps)
+    assert Counting.n_calls == n_levels and (n_levels > 0) == words.startswith("halved")
+    assert result.data["command"] == [] and any(step.n_drafted for step in result.steps)
+    if "temperature" not in words:
+        assert result.ids == lab.write_text(pair, PROMPT, "ar", max_new_tokens=24).ids
+        if "halved" in words:
+            head = lab.load_pair(draft=HEAD)
+            assert lab.write_text(head, PROMPT, words, max_new_tokens=24).ids == result.ids
+        own = lab.write_text(pair, PROMPT, words, drafter=Repeating(), max_new_tokens=24)
+        assert own.ids == result.ids and not any(step.draft_rows for step in own.steps)
+
+
+def test_a_method_without_a_draft_asks_for_none(
+    pair: Pair, capsys: Captured, tmp_path: Path
+) -> None:
+    """Check both programs with a target alone, and a table of passes that needs the draft."""
+    alone, target = replace(pair, draft=None), str(TINY / "target")
+    assert lab.write_text(alone, PROMPT, "repeated", max_new_tokens=9).ids
+    assert main([*ASK, "--method", "repeated", "--target", target, "--compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["draft"] is None and found["compare"]["exact"]
+    options = "--methods repeated --n-prompts 1 --max-new-tokens 6 --output".split()
+    assert measure.main([*options, str(tmp_path / "a"), "--target", target]) == 0
+    assert "draft" not in load(tmp_path / "a").head["machine"]
+    capsys.readouterr()
+    assert "--draft" in error_line(capsys, main, [*ASK, "--method", "halved", "--target", target])
+
+
+def test_a_method_brings_its_greedy_acceptance(
+    pair: Pair, capsys: Captured, tmp_path: Path
+) -> None:
+    """Check that a lossy one shows: in --compare, in the column `exact`, and in both statuses."""
+    exact = lab.write_text(pair, PROMPT, "ar", max_new_tokens=24).ids
+    for words in ("lossy", "both tau=0"):
+        assert lab.write_text(pair, PROMPT, words, max_new_tokens=24).ids != exact
+        found = lab.write_text(pair, PROMPT, words, max_new_tokens=24, accept=accept_greedy)
+        assert found.ids == exact
+    assert main([*ASK, "--method", "lossy", "--compare"]) == 1
+    assert "the ids differ from token" in capsys.readouterr().err
+    options = f"--methods lossy --n-prompts 1 --max-new-tokens 12 --output {tmp_path / 'a'}"
+    assert measure.main(options.split()) == 1
+    assert "0/1" in capsys.readouterr().out
+    assert lab.write_text(pair, PROMPT, "both temperature=0.8", max_new_tokens=9).ids
+    message = "temperature is 0.8, the method's acceptance is for greedy text; use temperature 0"
+    hot = [*ASK, "--method", "lossy", "--temperature", "0.8"]
+    assert message in error_line(capsys, main, hot)
+    hot = ["--methods", "lossy", "--temperature", "0.8"]
+    assert f"lossy: {message}" in error_line(capsys, measure.main, hot)
+
+
+def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> None:
+    line = error_line(capsys, main, [*ASK, "--method", "halved", "--draft-temperature", "2"])
+    assert "draft_temperature has no effect" in line
+
+
+OWN = "import dynatree_lab as lab\nfrom beside import Kind\nlab.METHODS['own'] = Kind\n"
+BESIDE = """from dataclasses import dataclass
+from dynatree_lab.methods.static import Chain
+
+@dataclass(frozen=True)
+class Kind(Chain):
+    pass
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file that adds the method `own`, with another file beside it that it imports."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("beside", "own_method"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(lab.METHODS, "own", None)
+    del lab.METHODS["own"]
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "own_method.py").write_text(OWN)
+    return tmp_path / "own_method.py"
+
+
+def test_a_file_adds_a_method(own_file: Path, capsys: Captured) -> None:
+    """Check --load after the options that need it, twice in one process, and in lab.run."""
+    options = [
+        *ASK,
+        "--method",
+        "own",
+        "--set",
+        "K=2",
+        "--compare",
+        "--json",
+        "--load",
+        str(own_file),
+    ]
+    for program in (main, lab.run):
+        assert program(options) == 0
+        assert json.loads(capsys.readouterr().out)["settings"]["method"] == "own"
+    with pytest.raises(SystemExit):
+        main(["--list-methods", "own", "--load", str(own_file)])
+    assert "K=5" in capsys.readouterr().out
+
+
+def test_mistakes_with_files(own_file: Path, capsys: Captured) -> None:
+    folder = own_file.parent
+    (folder / "json.py").write_text(OWN)
+    (folder / "broken.py").write_text("1 / 0\n")
+    for name, message in [
+        ("nothing.py", "nothing.py: no such file"),
+        (".", "no such file"),
+        ("json.py", "another module is named json; rename the file"),
+    ]:
+        assert message in error_line(capsys, main, [*ASK, "--load", str(folder / name)])
+    assert "expected one argument" in error_line(capsys, main, [*ASK, "--load"])
+    with pytest.raises(ZeroDivisionError):
+        main([*ASK, "--load", str(folder / "broken.py")])
+
+
+def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_path: Path) -> None:
+    """Check a table and its file's digest, --show, --resume of a changed file, and the process that
+    measures memory. It takes 4 s: that process loads torch."""
+    file = tmp_path / "r.jsonl"
+    options = ["--n-prompts", "1", "--max-new-tokens", "6", "--methods", "own", "--output"]
+    assert measure.main([*options, str(file), "--load", str(own_file)]) == 0
+    ((path, digest),) = load(file).head["options"]["load"].items()
+    assert path == str(own_file) and re.fullmatch("[0-9a-f]{64}", digest)
+    for again, status in [("--show", 0), ("--resume", 0)]:
+        del lab.METHODS["own"]
+        assert measure.main([again, str(file)]) == status and "own" in lab.METHODS
+    own_file.write_text(OWN + "# changed\n")
+    capsys.readouterr()
+    assert "a file of --load has changed" in error_line(
+        capsys, measure.main, ["--resume", str(file)]
+    )
+    options = ["--table", "memory", *options, str(tmp_path / "m"), "--load", str(own_file)]
+    assert measure.main(options) == 0
+    assert all("own" not in part.rows for part in TABLES["main"].parts)
+    assert {*TABLES["main"].parts[0].rows} == {*PROJECT_METHODS}
+
+
+def test_the_page_works_in_an_empty_folder(tmp_path: Path) -> None:
+    """Run the first example of docs/method.md and its commands as printed, but with short texts. It
+    takes 6 s: three processes load torch."""
+    page = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    code, commands = re.findall(r"^```(?:python|bash)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[
+        :2
+    ]
+    assert len([line for line in code.splitlines() if line]) == 10
+    (tmp_path / "bushy.py").write_text(code)
+    short = " --max-new-tokens 6", " --max-new-tokens 6 --n-prompts 1"
+    for command, more in zip(commands.splitlines(), short, strict=True):
+        words = [sys.executable, *shlex.split(command + more)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "the ids are equal" in done.stderr or "bushy K=2" in done.stdout
