@@ -1,0 +1,63 @@
+"""Tests of docs/exercises.md: each solution applies to a copy of the six files and gives what the
+page says. The page's command runs in a process, which imports for half of its seconds.
+
+python -m pytest tests/lab/test_exercises.py
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small import ROOT
+
+PAGE = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
+EXERCISES = {part[0]: part for part in PAGE.split("\n## ")[1:]}  # by number
+SOLUTIONS = {n: re.search(r"exercises/.*\.patch", part)[0] for n, part in EXERCISES.items()}
+
+
+def read_table(text: str) -> list[dict[str, str]]:
+    """Return the rows of a Markdown table, each with its cells by column."""
+    lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
+    head, _, *rows = [re.split(r" +\| ", line.strip()) for line in lines] or [[], []]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def is_exact(row: dict[str, str]) -> bool:
+    n_exact, n_texts = row["exact"].split(" of ")
+    return n_exact == n_texts
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_solution_does_what_the_page_says(number: str, tmp_path: Path) -> None:
+    """Compare `exact` by whether all texts are, because another processor may change a count."""
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    patch = ROOT / "docs" / SOLUTIONS[number]
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    (command,) = re.findall(r"```bash\npython (.*)\n```", EXERCISES[number])
+    program = [sys.executable, *shlex.split(command)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    promised, found = read_table(EXERCISES[number]), read_table(ran.stdout)
+    assert ran.returncode == (0 if all(map(is_exact, promised)) else 1), ran.stderr
+    for expected, row in zip(promised, found, strict=True):
+        assert (row["row"], is_exact(row)) == (expected["row"], is_exact(expected))
+        for column in ("tokens/iter", "rows/tree"):
+            assert float(row[column]) == pytest.approx(float(expected[column]), rel=0.1), column
+    for printed in re.findall(r"\n\n```\n(.*?)```", EXERCISES[number], re.DOTALL):
+        assert printed in ran.stderr
+
+
+def test_the_solutions_are_short_and_all_on_the_page() -> None:
+    files = sorted((ROOT / "docs" / "exercises").iterdir())
+    assert [f"exercises/{file.name}" for file in files] == list(SOLUTIONS.values())
+    for file in files:
+        added = re.findall(r"^\+(?!\+\+ ).*\S", file.read_text(encoding="utf-8"), re.MULTILINE)
+        assert 1 <= len(added) <= 10, file.name
