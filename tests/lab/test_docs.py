@@ -12,7 +12,7 @@ from dynatree_lab.benchmark.cases import PRESETS, TABLES
 from dynatree_lab.benchmark.results import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "tour.ipynb"]
 
 
 def is_defined(name: str, file: Path) -> bool:
