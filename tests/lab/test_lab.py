@@ -147,7 +147,7 @@ INVALID = [  # arguments besides the pair, the ValueError
     ({"stop": None}, "stop is None, it must be a text"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"tau": 0.01}, 'tau is no argument; .* words, such as "dynatree tau=0.01 strict"'),
-    ({"topp": 0.5}, "topp is no argument; the keywords are max_new_tokens, eos_ids, stop, logprobs,"),
+    ({"topp": 0.5}, "topp is no argument; the keywords are max_new_tokens, eos_ids, stop"),
     ({"logprobs": 3}, "logprobs has no effect on a stream; use write_text"),
     ({"temperature": -1}, "temperature is -1"),
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
