@@ -55,6 +55,10 @@ FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
 FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration"]
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
+SAMPLED_NOTE = (
+    "Sampled texts are not compared with ar's. The tests in tests/ compute the distribution of "
+    "each acceptance by enumeration (docs/method.md)."
+)
 
 
 def text_frame(results: Results) -> pd.DataFrame:
@@ -327,6 +331,8 @@ def notes(results: Results) -> Iterator[str]:
             yield describe_differences(own)
     if texts.is_compared.any() and not texts.is_different.any():
         yield "Every greedy text is identical to ar's, token for token."
+    if any(case.temperature > 0 for case in results.cases):
+        yield SAMPLED_NOTE
     rows = " ".join(case.row for case in results.cases)
     if " strict" in rows:
         yield "A strict row is compared with strict ar at the same number of rows per pass."

@@ -13,6 +13,7 @@ from dynatree_lab.benchmark.cases import COLUMNS, Case
 from dynatree_lab.benchmark.hf import UNREPORTED_METRICS
 from dynatree_lab.benchmark.report import (
     PUBLISHED_NOTE,
+    SAMPLED_NOTE,
     caption,
     is_exact,
     machine_text,
@@ -117,6 +118,7 @@ def test_cells_are_medians_with_quartiles_and_speedups_are_by_prompt(results: Re
     sampled = [replace(case, temperature=0.6) for case in CASES]
     found = make_results(make_lines(sampled), make_head(sampled))
     assert [row[1] for row in rows_of(found, "exact")[1:]] == [""] * 3, "sampled texts are compared"
+    assert list(notes(found)) == [SAMPLED_NOTE]
 
 
 def test_means_and_deviations_are_over_prompts(lines: list[Line]) -> None:
