@@ -10,6 +10,7 @@ hf          transformers on the same weights, for comparison rows
 step_times  times of single passes by number of rows, the bandwidth floor, predicted times
 memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
+tuning      order and end of the report of table tune: settings for a pair
 report      DataFrame of the texts, tables with their columns, captions and notes
 figures     figures of a results file
 plot        command line that draws results files as PNG figures

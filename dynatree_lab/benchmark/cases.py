@@ -133,6 +133,7 @@ class Table:
     parts: Sequence[Part]
     columns: Sequence[str] = COLUMNS
     is_memory_table: bool = False  # measures peak memory, each text in a new process
+    is_sorted: bool = False  # by speedup; the report ends with settings (tuning.py)
 
 
 def read_part(found: dict) -> Part:

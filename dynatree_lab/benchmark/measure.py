@@ -56,6 +56,7 @@ from dynatree_lab.benchmark.plan import (
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import measure_step_times
+from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
@@ -218,6 +219,8 @@ class Bench:
             del found["depths"]
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
+        if case.row in METHODS_WITH_P and (is_first or not is_greedy):
+            found["root_ranks"] = count_root_ranks(steps)
         if self.results.step_times and has_timed_passes(case):
             found["predicted_ms"] = self.results.step_times.predict_ms(self.pair, config, steps)
         return found

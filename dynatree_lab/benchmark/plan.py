@@ -198,6 +198,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "table": args.table,
         "title": describe_preset(args.table, cases, models),
         "columns": args.columns or list(table.columns),
+        "is_sorted": table.is_sorted,
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
         "load_before": load_before,

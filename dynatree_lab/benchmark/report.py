@@ -21,6 +21,7 @@ import pandas as pd
 from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import StepTimes
+from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie
 from dynatree_lab.errors import UsageError
 
@@ -52,7 +53,7 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
-FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration"]
+FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration", "root_ranks"]
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 SAMPLED_NOTE = (
@@ -62,8 +63,8 @@ SAMPLED_NOTE = (
 
 
 def text_frame(results: Results) -> pd.DataFrame:
-    """Return a DataFrame with a row for each text, ordered by case. It has the fields of the file,
-    empty where a text has none, and these columns:
+    """Return a DataFrame with a row for each text, ordered by case, or by speed if the table is
+    sorted. It has the fields of the file, empty where a text has none, and these columns:
 
     key               the text's key in `results.texts`
     label, reference  of the text's case
@@ -85,7 +86,8 @@ def text_frame(results: Results) -> pd.DataFrame:
     references = [results.cases[i].reference for i in places]
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
-    return with_difference(with_baseline(texts, results.baseline), results)
+    texts = with_difference(with_baseline(texts, results.baseline), results)
+    return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
 
 
 def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
@@ -250,14 +252,16 @@ def text_report(results: Results, columns: Sequence[str], width: int) -> str:
     lines = table_of(results, columns).to_string(line_width=width).splitlines()
     table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
     first, *rest = (textwrap.fill(text, width) for text in [caption(results), *notes(results)])
-    return "\n\n".join([first, table, *rest])
+    settings = describe_settings(results, text_frame(results))  # not filled, to be copied
+    return "\n\n".join([first, table, *rest, *settings])
 
 
 def markdown_report(results: Results, columns: Sequence[str]) -> str:
     """Return the caption, table and notes as markdown."""
     sentences = "\n".join(f"- {note}" for note in notes(results))
     table = "\n".join(markdown_lines(table_of(results, columns)))
-    return "\n\n".join([caption(results), table, sentences])
+    settings = describe_settings(results, text_frame(results))
+    return "\n\n".join([caption(results), table, sentences, *settings])
 
 
 def markdown_lines(table: pd.DataFrame) -> list[str]:

@@ -41,6 +41,7 @@ class Results:
         self.cases = [Case(**case) for case in self.head["cases"]]
         self.baseline = self.head["options"].get("baseline", "ar")  # speed-ups are relative to it
         self.n_rounds = self.head["options"].get("repeats", 1)
+        self.is_sorted = self.head.get("is_sorted", False)  # older files lack it
 
     @property
     def n_missing(self) -> int:
