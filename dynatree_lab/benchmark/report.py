@@ -337,6 +337,8 @@ def notes(results: Results) -> Iterator[str]:
         yield "Every greedy text is identical to ar's, token for token."
     if any(case.temperature > 0 for case in results.cases):
         yield SAMPLED_NOTE
+    if unused := dict.fromkeys(case.row for case in results.cases if skips_acceptance(case)):
+        yield f"Greedy text does not call the acceptance of {', '.join(unused)}: use --temperature."
     rows = " ".join(case.row for case in results.cases)
     if " strict" in rows:
         yield "A strict row is compared with strict ar at the same number of rows per pass."
@@ -346,6 +348,15 @@ def notes(results: Results) -> Iterator[str]:
         yield from map(results.step_times.describe_floor, ("target", "draft"))
         if results.step_times.read_gb_s:
             yield results.step_times.describe_ratio()
+
+
+def skips_acceptance(case: Case) -> bool:
+    """Whether a greedy text does not call the acceptance that the method brings, which is for
+    sampled text."""
+    if case.is_hf or case.temperature:
+        return False
+    config = case.generation_config()
+    return bool(config.make_rule().acceptance) and not hasattr(config.settings, "make_accept")
 
 
 def describe_differences(texts: pd.DataFrame) -> str:

@@ -64,6 +64,7 @@ def options_of(case: Case, head: Line) -> str:
         given["draft"] = head["machine"]["head"]
     words = ["--method", case.method]
     words += [part for word in case.row.split()[1:] if word != HEAD for part in ("--set", word)]
+    words += [part for file in given.get("load", ()) for part in ("--load", file)]
     for name in (*MODEL_OPTIONS, *(("temperature", "top_p") if case.temperature else ())):
         if name in given:
             words += [f"--{name.replace('_', '-')}", str(given[name])]

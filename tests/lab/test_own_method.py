@@ -172,6 +172,25 @@ def test_a_method_brings_its_greedy_acceptance(
     assert f"lossy: {message}" in error_line(capsys, measure.main, hot)
 
 
+@dataclass(frozen=True)
+class Drawn(Both):
+    """drawn: an acceptance of sampled text alone."""
+
+    make_accept = property()  # hides that of Both, as if it had none
+
+
+def test_exactness_is_not_claimed_for_an_acceptance_that_is_not_called(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(lab.METHODS, "drawn", Drawn)
+    note = "Greedy text does not call the acceptance of drawn: use --temperature."
+    options = "--methods drawn,both --n-prompts 1 --max-new-tokens 6 --output".split()
+    measure.main([*options, str(tmp_path / "a")])
+    assert note in " ".join(capsys.readouterr().out.split())
+    measure.main([*options, str(tmp_path / "b"), "--temperature", "0.8"])
+    assert "does not call" not in capsys.readouterr().out
+
+
 def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> None:
     line = error_line(capsys, main, [*ASK, "--method", "halved", "--draft-temperature", "2"])
     assert "draft_temperature has no effect" in line
