@@ -101,6 +101,6 @@ def test_the_command_line_and_python_have_them(capsys: Captured) -> None:
     ],
 )
 def test_mistakes(words: list[str], message: str, capsys: Captured) -> None:
-    with pytest.raises(ValueError, match="logprobs is -1, it must be an integer of at least 0"):
+    with pytest.raises(ValueError, match="logprobs is -1, it must be at least 0"):
         list(generate(*noisy_pair(), PROMPT, METHODS["ar"](), 2, logprobs=-1))
     assert message in error_line(capsys, main, WORDS + words)
