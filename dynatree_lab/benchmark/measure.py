@@ -55,7 +55,7 @@ from dynatree_lab.benchmark.plan import (
 )
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
-from dynatree_lab.benchmark.step_times import measure_step_times
+from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
@@ -221,8 +221,8 @@ class Bench:
             found["calibration"] = count_calibration(steps)
         if case.row in METHODS_WITH_P and (is_first or not is_greedy):
             found["root_ranks"] = count_root_ranks(steps)
-        if self.results.step_times and has_timed_passes(case):
-            found["predicted_ms"] = self.results.step_times.predict_ms(self.pair, config, steps)
+        if has_timed_passes(case):
+            found |= count_passes(steps, config)
         return found
 
     def compare_with_references(self) -> None:
@@ -317,8 +317,10 @@ def execute(args: argparse.Namespace) -> int:
         print(describe_tables())
         return 0
     if args.show is not None:
-        require_alone(args, "--show", "--columns", "--format")
+        require_alone(args, "--show", "--times", "--columns", "--format")
         results = read_results(args.show)
+        if args.times is not None:
+            results = results.with_times_of(load(args.times))
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:

@@ -110,6 +110,8 @@ def build_parser() -> Parser:
     add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
     add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
     add("--show", metavar="FILE", help="print the table of a results file, and exit")
+    times = "with --show: another results file, whose times of passes predict speeds"
+    add("--times", metavar="FILE", help=times)
     formats = ("text", "markdown")
     add("--format", choices=formats, default="text", help="format of the table (default text)")
     return parser
@@ -231,6 +233,8 @@ def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     require_one_pair(args)
+    if args.times is not None:
+        raise UsageError(f"--times {args.times} has no effect without --show")
     if args.head and not any(case.uses_head for case in cases):
         raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
     if any(case.is_hf and case.temperature for case in cases):

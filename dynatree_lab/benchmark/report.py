@@ -53,7 +53,8 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
-FIELDS += ["predicted_ms", "ids_digest", "depths", "calibration", "root_ranks"]
+FIELDS += ["predicted_ms", "target_rows", "draft_rows", "ids_digest", "depths", "calibration"]
+FIELDS.append("root_ranks")  # of table tune
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 SAMPLED_NOTE = (
@@ -85,6 +86,11 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["label"] = [names[i] for i in places]
     references = [results.cases[i].reference for i in places]
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
+    if results.step_times:
+        is_counted = texts.target_rows.notna()  # older files have predicted_ms
+        counts = zip(texts.target_rows[is_counted], texts.draft_rows[is_counted], strict=True)
+        found = [results.step_times.predict_ms(*each) for each in counts]
+        texts.loc[is_counted, "predicted_ms"] = found
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
@@ -345,9 +351,16 @@ def notes(results: Results) -> Iterator[str]:
     if " window=" in rows:
         yield "A row with a window is compared with ar with that window."
     if results.step_times:
-        yield from map(results.step_times.describe_floor, ("target", "draft"))
-        if results.step_times.read_gb_s:
-            yield results.step_times.describe_ratio()
+        yield from time_notes(results, results.step_times, texts)
+
+
+def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Iterator[str]:
+    """Yield the notes on the times of single passes and on what is predicted from them."""
+    if results.times_from:
+        yield f"Predicted from the passes of another file: {caption(results.times_from)}"
+    yield from map(times.describe_floor, ("target", "draft"))
+    if times.read_gb_s:
+        yield times.describe_ratio()
 
 
 def skips_acceptance(case: Case) -> bool:

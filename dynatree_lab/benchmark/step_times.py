@@ -6,12 +6,14 @@ the rows that the passes of a text had, predict the speed of the text. Its measu
 because of the time between the passes.
 
     times = measure_step_times(target, draft, context=200)
-    times.predict_ms(pair, config, steps)
+    times.predict_ms(**count_passes(steps, config))
 """
 
+import bisect
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -27,12 +29,10 @@ from dynatree_lab.engine.passes import (
     ROW_COUNTS,
     SMALL_PASS,
     PassConfig,
-    round_up_rows,
 )
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.methods.eagle import EagleHead
-from dynatree_lab.pair import Pair
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
 BURST = 3  # consecutive runs of a pass before the next pass runs
@@ -52,19 +52,22 @@ class StepTimes:
     draft_bytes: int
     copy_gb_s: float  # gigabytes per second, read and written, of a large copy
     read_gb_s: float | None = None  # of reading a streamed target's layers without a pass
+    has_fixed_shapes: bool = False  # a pass takes the time of the next larger number in `rows`
 
-    def predict_ms(self, pair: Pair, config: GenerationConfig, steps: Sequence[Step]) -> float:
-        """Return the milliseconds that the passes of a text take after its prefill, without other
+    def predict_ms(self, target_rows: Mapping[str, int], draft_rows: Mapping[str, int]) -> float:
+        """Return the milliseconds of these passes, as count_passes returns them, without other
         work. Times between two measured numbers of rows are interpolated."""
-        min_rows = config.make_rule().min_rows
-        drafted = [n for step in steps[1:] for n in step.draft_rows]
-        verified = [len(step.tree) for step in steps[1:]]
-        if config.commit == "rebuild":
-            verified += [len(step.path) for step in steps[1:]]
-        drafted = [padded_rows(pair.draft, n, min_rows) for n in drafted]
-        verified = [padded_rows(pair.target, n, min_rows) for n in verified]
-        draft_ms = numpy.interp(drafted, self.rows, self.draft_ms)
-        return float(draft_ms.sum() + numpy.interp(verified, self.rows, self.target_ms).sum())
+        target_ms = self.interpolate(list(map(int, target_rows)), self.target_ms)
+        draft_ms = self.interpolate(list(map(int, draft_rows)), self.draft_ms)
+        return float(target_ms @ [*target_rows.values()] + draft_ms @ [*draft_rows.values()])
+
+    def interpolate(self, rows: Sequence[int], ms: Sequence[float]) -> numpy.ndarray:
+        """Return the milliseconds of passes over these numbers of rows. ms: one for each of
+        `self.rows`."""
+        if self.has_fixed_shapes:
+            last = len(self.rows) - 1
+            rows = [self.rows[min(bisect.bisect_left(self.rows, n), last)] for n in rows]
+        return numpy.interp(rows, self.rows, ms)
 
     def describe_floor(self, role: str) -> str:
         """Return a sentence that compares a one-row pass with its bandwidth floor. It is faster
@@ -85,10 +88,18 @@ class StepTimes:
         return f"T_t / T_d, a one-row pass of the target over one of the draft, is {ratio:,.0f}."
 
 
-def padded_rows(model: FastGPTNeoX, n: int, min_rows: int) -> int:
-    """Return the number of rows that a pass over n rows runs, padding included."""
-    n = max(n, min_rows, model.min_rows)
-    return round_up_rows(n) if model.has_fixed_shapes and n <= ROW_COUNTS[-1] else n
+def count_passes(steps: Sequence[Step], config: GenerationConfig) -> dict[str, dict[str, int]]:
+    """Return how many passes of the target and of the draft had how many rows, after the target's
+    pass over the prompt. The rows are those that the method asks for, without a model's padding."""
+    verified = [len(step.tree) for step in steps[1:]]
+    if config.commit == "rebuild":  # runs the accepted tokens again
+        verified += [len(step.path) for step in steps[1:]]
+    drafted = [n for step in steps[1:] for n in step.draft_rows]
+    found, min_rows = {}, config.make_rule().min_rows
+    for name, rows in (("target_rows", verified), ("draft_rows", drafted)):
+        counts = Counter(max(n, min_rows) for n in rows)
+        found[name] = {str(n): counts[n] for n in sorted(counts)}  # JSON's keys are strings
+    return found
 
 
 def measure_step_times(
@@ -116,7 +127,9 @@ def measure_step_times(
         model.release(cache)
     n_bytes = [step_bytes(model, context) for model in (target, draft)]
     copy_gb_s = copy_bandwidth(target.device)
-    return StepTimes(context, rows, *medians, *n_bytes, copy_gb_s, read_gb_s)
+    return StepTimes(
+        context, rows, *medians, *n_bytes, copy_gb_s, read_gb_s, target.has_fixed_shapes
+    )
 
 
 def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:

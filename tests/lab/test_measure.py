@@ -279,6 +279,7 @@ def test_a_text_that_differs_from_its_reference(
         ("--threads 0", "--threads is 0, it must be from 1 to 1024"),
         ("--hf --temperature 1", "only greedy text; use temperature 0"),
         ("--show none.jsonl --repeats 2 --max-new-tokens 3", "--max-new-tokens, --repeats: no eff"),
+        ("--times none.jsonl", "--times none.jsonl has no effect without --show"),
         ("--resume none.jsonl", "none.jsonl cannot be read: No such file"),
         (f"--show {ROOT}/LICENSE", "LICENSE is no results file: it does not begin with a head"),
     ],

@@ -1,6 +1,7 @@
-"""Tests of the predicted time of a text: the sum of its passes, which were timed one by one."""
+"""Tests of the predicted time of a text, which is the sum of its passes, and of their timing."""
 
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from fast import generate, random_model
@@ -8,15 +9,14 @@ from small import random_config, random_tensors
 from torch import Tensor
 
 from draft_tree import DynaTree, Settings
-from dynatree_lab.benchmark.step_times import StepTimes, padded_rows, step_bytes
+from dynatree_lab.benchmark.step_times import StepTimes, count_passes, step_bytes
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive
-from dynatree_lab.pair import Pair
 
-PAIR = Pair(random_model(0), random_model(1), None, Path(), None, {})
+TARGET, DRAFT = random_model(0), random_model(1)
 PROMPT = [3, 1, 4, 1, 5]
 # A row of the target takes 1 ms, of the draft 1,000 ms
 BY_ROW = StepTimes(5, [1, 128], [1.0, 128.0], [1e3, 128e3], 0, 0, 1.0)
@@ -34,9 +34,9 @@ BY_ROW = StepTimes(5, [1, 128], [1.0, 128.0], [1e3, 128e3], 0, 0, 1.0)
 def test_predicted_passes_are_those_that_ran(
     settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare the predicted rows with those of the passes after prefill. Rows of the draft that are
-    cut from the tree after their pass count as well."""
-    ran = {id(PAIR.target.gpt_neox): [], id(PAIR.draft.gpt_neox): []}
+    """Compare the counted rows with those of the passes after prefill, and the predicted time with
+    their sum. Rows of the draft that are cut from the tree after their pass count as well."""
+    ran = {id(TARGET.gpt_neox): [], id(DRAFT.gpt_neox): []}
     real = FastCache.look_up
 
     def spy(self: FastCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,22 +44,26 @@ def test_predicted_passes_are_those_that_ran(
         return real(self, tokens, positions)
 
     monkeypatch.setattr(FastCache, "look_up", spy)
-    steps = list(generate(PAIR.target, PAIR.draft, PROMPT, settings, 30, commit=commit))
-    found = BY_ROW.predict_ms(PAIR, GenerationConfig(settings, commit=commit), steps)
+    steps = list(generate(TARGET, DRAFT, PROMPT, settings, 30, commit=commit))
+    found = count_passes(steps, GenerationConfig(settings, commit=commit))
     verified, drafted = ran.values()
-    assert found == sum(verified[1:]) + 1e3 * sum(drafted)  # the first is prefill
+    counts = [Counter(map(str, rows)) for rows in (verified[1:], drafted)]  # the first is prefill
+    assert list(found.values()) == counts
+    assert BY_ROW.predict_ms(**found) == sum(verified[1:]) + 1e3 * sum(drafted)
     n_kept = sum(slot >= 0 for step in steps[1:] for slot in step.tree.draft_slots[1:])
     n_run = sum(sum(step.draft_rows[1:]) for step in steps[1:])
     assert (n_run > n_kept) == isinstance(settings, DySpec)
 
 
-def test_passes_are_padded_as_their_own_model_pads_them() -> None:
-    """Check minimum rows of one model and of the method, and the fixed row counts on CUDA."""
-    model = random_model(0)
-    model.min_rows = 3
-    assert [padded_rows(model, n, 1) for n in (1, 4)] == [3, 4] and padded_rows(model, 1, 5) == 5
-    model.has_fixed_shapes = True
-    assert [padded_rows(model, n, 1) for n in (3, 5, 8, 200, 1025)] == [4, 8, 8, 256, 1025]
+def test_passes_take_the_time_of_padded_ones() -> None:
+    """Check minimum rows of the method, and the fixed row counts on CUDA."""
+    steps = list(generate(TARGET, None, PROMPT, PaddedAutoregressive(), 3))
+    config = GenerationConfig(PaddedAutoregressive(rows=5))
+    assert count_passes(steps, config) == {"target_rows": {"5": 2}, "draft_rows": {}}
+    times = StepTimes(5, [1, 4, 8], [1.0, 4.0, 5.0], [0.0] * 3, 0, 0, 1.0)
+    assert times.predict_ms({"2": 3, "6": 1}, {}) == 3 * 2.0 + 4.5
+    fixed = replace(times, has_fixed_shapes=True)
+    assert fixed.predict_ms({"2": 3, "6": 1, "9": 1}, {}) == 3 * 4.0 + 5.0 + 5.0
 
 
 def test_a_pass_is_compared_with_its_floor() -> None:
