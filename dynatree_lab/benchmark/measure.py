@@ -62,13 +62,14 @@ from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
-from dynatree_lab.engine.passes import FULL_ATTENTION, SMALL_PASS, round_up_rows
+from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.metrics import count_calibration, measure, measure_acceptance, token_ids
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
 
+TIMED_ROWS = 256  # of the largest single pass that is timed; more if a tree is larger
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
 
@@ -257,10 +258,11 @@ def has_timed_passes(case: Case) -> bool:
 
 
 def largest_pass(cases: Sequence[Case]) -> int:
-    """Return the rows of the largest target pass of these cases, padded as passes on CUDA are."""
+    """Return the rows of the largest target pass of these cases, padded as passes on CUDA are, and
+    no less than TIMED_ROWS."""
     rules = [case.generation_config().make_rule() for case in cases if not case.is_hf]
     rows = [max(rule.max_verified, rule.min_rows) for rule in rules]
-    return round_up_rows(max([SMALL_PASS, *rows]))
+    return round_up_rows(max([TIMED_ROWS, *rows]))
 
 
 def progress_bar(jobs: Sequence[Job]) -> tqdm:

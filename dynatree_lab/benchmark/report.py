@@ -361,6 +361,14 @@ def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Itera
     yield from map(times.describe_floor, ("target", "draft"))
     if times.read_gb_s:
         yield times.describe_ratio()
+    if not times.how:
+        return
+    yield f"Single passes of the target: {times.how}."
+    if times.read_gb_s and not results.times_from:  # else speeds are of other passes
+        medians = texts.groupby("label", sort=False)[["speedup", "predicted"]].median()
+        far = (medians.speedup / medians.predicted - 1).loc[lambda off: off.abs() > 0.1]
+        found = ", ".join(f"{label} {off:+.0%}" for label, off in far.items())
+        yield f"Measured x ar differs from predicted by more than 10 %: {found or 'no row'}."
 
 
 def skips_acceptance(case: Case) -> bool:

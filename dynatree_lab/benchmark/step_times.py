@@ -10,6 +10,7 @@ because of the time between the passes.
 """
 
 import bisect
+import random
 import statistics
 import time
 from collections import Counter
@@ -53,6 +54,7 @@ class StepTimes:
     copy_gb_s: float  # gigabytes per second, read and written, of a large copy
     read_gb_s: float | None = None  # of reading a streamed target's layers without a pass
     has_fixed_shapes: bool = False  # a pass takes the time of the next larger number in `rows`
+    how: str = ""  # how the passes were timed; older files do not say
 
     def predict_ms(self, target_rows: Mapping[str, int], draft_rows: Mapping[str, int]) -> float:
         """Return the milliseconds of these passes, as count_passes returns them, without other
@@ -113,9 +115,11 @@ def measure_step_times(
     """Return the median times of both models' passes with each number of ROW_COUNTS up to max_rows,
     which is one of them. graphs: use CUDA graphs on CUDA."""
     rows = [n for n in ROW_COUNTS if n <= max_rows]
-    read_gb_s, burst = None, BURST
-    if isinstance(target, StreamedGPTNeoX) and target.layers.bytes_per_pass:
-        read_gb_s, n_rounds, burst = read_bandwidth(target.layers), 1, 1  # a pass takes seconds
+    how, read_gb_s = f"medians of {n_rounds * BURST} passes", None
+    is_streamed = isinstance(target, StreamedGPTNeoX) and target.layers.bytes_per_pass > 0
+    if is_streamed:
+        read_gb_s = read_bandwidth(target.layers)
+        rows = [n for n in rows if n.bit_count() == 1]  # a pass takes seconds
     medians = []
     for model, ranking in zip((target, draft), RANKINGS, strict=True):
         config = PassConfig(max_rows, n_scratch=max_rows, ranking=ranking)
@@ -123,13 +127,16 @@ def measure_step_times(
         cache.advance(context)
         if graphs:
             model.capture(cache, context)
-        medians.append(median_ms([make_forward(model, cache, n) for n in rows], n_rounds, burst))
+        passes = {n: make_forward(model, cache, n) for n in rows}
+        if model is target and is_streamed:
+            ms, how = streamed_ms(passes, n_rounds)
+        else:
+            ms = median_ms(list(passes.values()), n_rounds, BURST)
+        medians.append(ms)
         model.release(cache)
     n_bytes = [step_bytes(model, context) for model in (target, draft)]
-    copy_gb_s = copy_bandwidth(target.device)
-    return StepTimes(
-        context, rows, *medians, *n_bytes, copy_gb_s, read_gb_s, target.has_fixed_shapes
-    )
+    others = copy_bandwidth(target.device), read_gb_s, target.has_fixed_shapes, how
+    return StepTimes(context, rows, *medians, *n_bytes, *others)
 
 
 def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:
@@ -156,11 +163,40 @@ def median_ms(passes: Sequence[Callable], n_rounds: int, burst: int) -> list[flo
     samples: list[list[float]] = [[] for _ in passes]
     for _ in range(n_rounds):
         for i, forward in enumerate(passes):
-            for _ in range(burst):
-                start = time.perf_counter()
-                forward()  # reads a result, so a GPU has finished
-                samples[i].append((time.perf_counter() - start) * 1e3)
+            samples[i] += [time_ms(forward) for _ in range(burst)]
     return [statistics.median(ms) for ms in samples]
+
+
+def time_ms(forward: Callable) -> float:
+    """Return the milliseconds of a pass."""
+    start = time.perf_counter()
+    forward()  # reads a result, so a GPU has finished
+    return (time.perf_counter() - start) * 1e3
+
+
+def streamed_ms(passes: Mapping[int, Callable], n_rounds: int) -> tuple[list[float], str]:
+    """Return the milliseconds of a streamed target's passes, by number of rows, and a sentence's
+    part on how they were timed.
+
+    The disk's speed drifts. So each pass is divided by the mean of a pass of two rows before and
+    one after it. The result is the median ratio times the median pass of two rows. A pass of one
+    row counts as one of two, because a CPU pads it and reading takes most of its time.
+    """
+    passes[2]()  # to warm up
+    twos = [time_ms(passes[2])]
+    ratios = {n: [1.0] if n <= 2 else [] for n in passes}
+    others = [n for n in passes if n > 2]
+    order = random.Random(0)
+    for n in [n for _ in range(n_rounds) for n in order.sample(others, len(others))]:
+        ms = time_ms(passes[n])
+        twos.append(time_ms(passes[2]))
+        ratios[n].append(ms / statistics.mean(twos[-2:]))
+    middle = statistics.median(twos)
+    how = (
+        f"medians of {n_rounds} passes each in random order, divided by passes of two rows before "
+        f"and after, times the median of those: {middle:.0f} ms ({min(twos):.0f}-{max(twos):.0f})"
+    )
+    return [statistics.median(found) * middle for found in ratios.values()], how
 
 
 def step_bytes(model: FastGPTNeoX, context: int) -> int:

@@ -123,8 +123,8 @@ def test_a_table_of_another_kind(table: str, tmp_path: Path) -> None:
     results, printed = run_bench(tmp_path / "r.jsonl", QUICK, *words)
     assert len(results.texts) == len(results.cases) == (table == "memory")
     if table == "steps":
-        assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert len(printed.split("\n\n")[1].splitlines()) == 9
+        assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+        assert len(printed.split("\n\n")[1].splitlines()) == 11
     for text in results.texts.values():
         assert text["peak_mb"] > 50 and "setup_s" not in text and len(text["ids"]) == 6
 
@@ -133,7 +133,7 @@ def test_passes_are_timed_up_to_the_largest_one() -> None:
     def largest(*rows: str) -> int:
         return bench.largest_pass([Case(row, "builtin", 150, 128, 0.0) for row in rows])
 
-    assert largest("ar", "dynatree", "hf-ar") == 128
+    assert largest("ar", "dynatree", "hf-ar") == 256
     assert largest("ar", "dyspec N=300", "fixed N_max=129") == 384
     assert largest("ar rows=513") == 768
 

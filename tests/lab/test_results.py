@@ -170,23 +170,27 @@ def test_speedups_are_over_the_baseline_that_is_asked_for(lines: list[Line]) -> 
 
 
 def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None:
-    """Check them with the file's step times and with another file's. Texts of
-    older files have only a time, of their own file."""
+    """Check them with the file's step times and with another file's, and the note on rows that were
+    measured to be far from them. Texts of older files have only a time, of their own file."""
     older = make_results([dict(line) for line in lines])
     for ar, fixed in zip(lines[::3], lines[1::3], strict=True):
         del ar["predicted_ms"], fixed["predicted_ms"]
         ar |= {"target_rows": {"1": 10}, "draft_rows": {}}
         fixed |= {"target_rows": {"4": 3, "8": 1}, "draft_rows": {"1": 2}}
-    times = StepTimes(9, [1, 4, 8], [2.0, 3.0, 9.0], [1.0] * 3, 9, 9, 1.0, 5.0)
+    times = StepTimes(9, [1, 4, 8], [2.0, 3.0, 9.0], [1.0] * 3, 9, 9, 1.0, 5.0, how="in turns")
     found = make_results(lines)
     assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "", ""]
     found.step_times = times
     assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "1.00x", ""]
+    assert "differs from predicted by more than 10 %: no row." in list(notes(found))[-1]
+    lines[1]["throughput"], lines[4]["throughput"] = 120.0, 96.0  # all but one are 1.2 times ar's
+    assert list(notes(found))[-1].endswith("more than 10 %: fixed +20%.")
     streamed = make_results([], make_head([]))
     streamed.step_times = replace(times, target_ms=[20.0, 20.0, 20.0])
     assert rows_of(found.with_times_of(streamed), "predicted")[2][1] == "2.44x"  # 200 / 82
     printed = " ".join(notes(found.with_times_of(streamed)))
     assert "Predicted from the passes of another file: ablation: single" in printed
+    assert "more than 10 %" not in printed
     with pytest.raises(UsageError, match="--times: the results file has no step times"):
         found.with_times_of(older)
     assert rows_of(older, "predicted")[2][1] == "1.50x"

@@ -1,6 +1,7 @@
 """Tests of the predicted time of a text, which is the sum of its passes, and of their timing."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from small import random_config, random_tensors
 from torch import Tensor
 
 from draft_tree import DynaTree, Settings
+from dynatree_lab.benchmark import step_times
 from dynatree_lab.benchmark.step_times import StepTimes, count_passes, step_bytes
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
@@ -64,6 +66,28 @@ def test_passes_take_the_time_of_padded_ones() -> None:
     assert times.predict_ms({"2": 3, "6": 1}, {}) == 3 * 2.0 + 4.5
     fixed = replace(times, has_fixed_shapes=True)
     assert fixed.predict_ms({"2": 3, "6": 1, "9": 1}, {}) == 3 * 4.0 + 5.0 + 5.0
+
+
+def test_streamed_passes_are_divided_by_passes_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a disk that gets slower with each pass. Every timed pass has one of two rows on each
+    side, and the others come in random order."""
+    ran, clock = [], [0.0]
+    seconds = {1: 9.0, 2: 2.0, 4: 2.5, 8: 3.0, 16: 5.0}
+
+    def make(n: int) -> Callable[[], None]:
+        def forward() -> None:
+            ran.append(n)
+            clock[0] += seconds[n] * (1 + 0.01 * len(ran))
+
+        return forward
+
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: clock[0])
+    ms, how = step_times.streamed_ms({n: make(n) for n in seconds}, 5)
+    middle = 2000 * (1 + 0.01 * 17)  # the passes of two rows are the passes 2, 4, ... 32
+    assert ms == pytest.approx([middle * ratio for ratio in (1, 1, 1.25, 1.5, 2.5)])
+    others = ran[2::2]
+    assert others != [4, 8, 16] * 5 and Counter(others) == {4: 5, 8: 5, 16: 5}
+    assert set(ran[1::2]) == {2} and "those: 2340 ms (2040-2640)" in how
 
 
 def test_a_pass_is_compared_with_its_floor() -> None:
