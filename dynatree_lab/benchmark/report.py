@@ -364,6 +364,8 @@ def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Itera
     if not times.how:
         return
     yield f"Single passes of the target: {times.how}."
+    costs = ":".join(f"{cost:.2g}" for cost in times.fit_costs())
+    yield f"Costs fitted to these passes: auto costs={costs}."
     if times.read_gb_s and not results.times_from:  # else speeds are of other passes
         medians = texts.groupby("label", sort=False)[["speedup", "predicted"]].median()
         far = (medians.speedup / medians.predicted - 1).loc[lambda off: off.abs() > 0.1]

@@ -37,6 +37,9 @@ from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
 BURST = 3  # consecutive runs of a pass before the next pass runs
+FITTED_ROWS = 64  # of the largest pass that the costs are fitted to; auto has 48 rows or fewer
+FIRST_ROWS = 4  # of the first draft pass of an iteration: three committed tokens and the root
+MIN_COST = 0.0001  # in passes of one row; the settings take no cost of 0
 # What passes of target and draft rank on CUDA, as those of DynaTree's default settings
 RANKINGS = Ranking(), Ranking(3, are_logprobs=True)
 
@@ -70,6 +73,23 @@ class StepTimes:
             last = len(self.rows) - 1
             rows = [self.rows[min(bisect.bisect_left(self.rows, n), last)] for n in rows]
         return numpy.interp(rows, self.rows, ms)
+
+    def fit_costs(self) -> list[float]:
+        """Return the costs tree, row, drafting and level that auto and cost gates take, in passes
+        of one row. Costs of 0 are raised to MIN_COST.
+
+        The first two are a least-squares line through passes of 2 to FITTED_ROWS rows. A level is
+        a draft pass of one row. Drafting is what FIRST_ROWS rows add to it, because the first pass
+        of an iteration also runs the tokens that the last one committed.
+        """
+        more = numpy.array([n - 1 for n in self.rows if 1 < n <= FITTED_ROWS])
+        ms = self.interpolate(more + 1, self.target_ms) / self.target_ms[0] - 1
+        line = numpy.stack([numpy.ones(len(more)), more], axis=1)
+        tree, row = numpy.linalg.lstsq(line, ms)[0]
+        if tree < MIN_COST:  # the line then starts there
+            tree, row = MIN_COST, more @ (ms - MIN_COST) / (more @ more)
+        level, first = self.interpolate([1, FIRST_ROWS], self.draft_ms) / self.target_ms[0]
+        return [max(float(cost), MIN_COST) for cost in (tree, row, first - level, level)]
 
     def describe_floor(self, role: str) -> str:
         """Return a sentence that compares a one-row pass with its bandwidth floor. It is faster

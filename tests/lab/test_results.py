@@ -190,7 +190,7 @@ def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None
     assert rows_of(found.with_times_of(streamed), "predicted")[2][1] == "2.44x"  # 200 / 82
     printed = " ".join(notes(found.with_times_of(streamed)))
     assert "Predicted from the passes of another file: ablation: single" in printed
-    assert "more than 10 %" not in printed
+    assert "more than 10 %" not in printed and "auto costs=0.0001:0.0001:0.0001:0.05" in printed
     with pytest.raises(UsageError, match="--times: the results file has no step times"):
         found.with_times_of(older)
     assert rows_of(older, "predicted")[2][1] == "1.50x"

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from draft_tree import DynaTree, Settings
 from dynatree_lab.benchmark import step_times
-from dynatree_lab.benchmark.step_times import StepTimes, count_passes, step_bytes
+from dynatree_lab.benchmark.step_times import MIN_COST, StepTimes, count_passes, step_bytes
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.methods.costs import parse_costs
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 
@@ -66,6 +67,21 @@ def test_passes_take_the_time_of_padded_ones() -> None:
     assert times.predict_ms({"2": 3, "6": 1}, {}) == 3 * 2.0 + 4.5
     fixed = replace(times, has_fixed_shapes=True)
     assert fixed.predict_ms({"2": 3, "6": 1, "9": 1}, {}) == 3 * 4.0 + 5.0 + 5.0
+
+
+def test_costs_are_fitted_to_passes() -> None:
+    """Check that passes made from costs give them back, and that none is 0 or less where rows are
+    free or a second row makes a pass faster."""
+    rows, level = [1, 2, 4, 16, 64, 128], 0.05
+    draft = [20 * (level + 0.02 * (n >= 4)) for n in rows]
+    target = [20.0, *(20 * (1 + 0.3 + 0.04 * (n - 1)) for n in rows[1:-1]), 999.0]
+    fit = StepTimes(5, rows, target, draft, 0, 0, 1.0).fit_costs()
+    assert fit == pytest.approx([0.3, 0.04, 0.02, level])
+    streamed = [20.0, 20.0, 19.0, 20.5, 26.0, 40.0]
+    for target_ms, row in ((streamed, 0.004), ([20.0] * 6, MIN_COST)):
+        costs = StepTimes(5, rows, target_ms, [1e-6] * 6, 0, 0, 1.0).fit_costs()
+        assert costs == pytest.approx([MIN_COST, row, MIN_COST, MIN_COST], rel=0.2)
+        assert parse_costs(":".join(map(str, costs))) == tuple(costs)
 
 
 def test_streamed_passes_are_divided_by_passes_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
