@@ -162,10 +162,10 @@ def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         return args.target, args.draft
 
     assert resolve("--pair pythia") == PYTHIA
-    assert resolve("--table enlarged --target a --draft b") == ("a", "b")
+    assert resolve("--table streamed --target a --draft b") == ("a", "b")
     monkeypatch.setitem(ALL_PAIRS, "enlarged", lambda: ["large", "small"])
     monkeypatch.setitem(ALL_PAIRS, "enlarged_streamed", ALL_PAIRS["enlarged"])
-    for words in ("--pair enlarged", "--table enlarged", "--table streamed"):
+    for words in ("--pair enlarged", "--table streamed"):
         assert resolve(words) == ("large", "small")
 
 
