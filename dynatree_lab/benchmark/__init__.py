@@ -12,6 +12,7 @@ memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
 tuning      order and end of the report of table tune: settings for a pair
 report      DataFrame of the texts, tables with their columns, captions and notes
-figures     figures of a results file
+figures     figures of a results file, and the picture of regimes
+regimes     the table of README.md and its picture: speed-ups where rows cost little and much
 plot        command line that draws results files as PNG figures
 """

@@ -12,22 +12,29 @@ if __name__ == "__main__":
     run_program("dynatree_lab.benchmark.plot")
 
 import argparse
+import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from dynatree_lab.benchmark.results import load
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.errors import UsageError, writing
 
 
-def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
+def import_figures() -> ModuleType:
+    """Return the module that draws. Raises UsageError if seaborn is missing."""
     os.environ["MPLBACKEND"] = "agg"  # a notebook's shells inherit a backend that may be missing
     try:
-        from dynatree_lab.benchmark.figures import draw
+        return importlib.import_module("dynatree_lab.benchmark.figures")
     except ImportError as error:
         raise UsageError(f"{error}; use pip install seaborn") from error
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
+    draw = import_figures().draw
     for name in args.files:
         results = load(name)
         if not results.texts:

@@ -1,0 +1,134 @@
+"""The table of README.md and its picture: x ar where a pass of many rows costs little and much.
+
+An enlarged target writes the embedded pair's text with the embedded pair's trees. So the rows of
+every pass are known, and the speed over a target that takes seconds per pass is predicted from
+times of single passes. The picture is predicted from a model of these times.
+
+    # prints the table, then that of the less repetitive half of the prompts
+    python -m dynatree_lab.benchmark.regimes --figure results/regimes.png
+"""
+
+if __name__ == "__main__":
+    from dynatree_lab.cli.start import run_program
+
+    run_program("dynatree_lab.benchmark.regimes")
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from dynatree_lab.benchmark.plot import import_figures
+from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
+from dynatree_lab.benchmark.results import Results, load
+from dynatree_lab.benchmark.step_times import StepTimes
+from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.errors import writing
+
+TITLES = {  # of the columns, by run
+    "embedded": "embedded pair",
+    "enlarged": "enlarged (cost of Pythia-410M and 70M)",
+    "streamed": "streamed (2.8B from disk in 2 GB), computed",
+    "sampled": "temperature 0.7, enlarged",
+}
+RUNS = (*TITLES, "auto")  # the last one: the embedded pair, costs fitted to the streamed passes
+GIVEN = "auto, costs given"
+MEASURED = ("ar", "auto")  # rows of the streamed column
+COST_ROWS = [1, 4, 16, 64]
+ELSEWHERE = -1  # as the number of a prompt: none of the table's
+
+
+def load_runs(folder: Path) -> dict[str, Results]:
+    """Return the runs of the table by name. Raises UsageError."""
+    return {name: load(folder / f"regimes_{name}_cpu.jsonl") for name in RUNS}
+
+
+def column_frames(runs: dict[str, Results]) -> dict[str, pd.DataFrame]:
+    """Return the texts of each column, with their `x_ar`. Those of the streamed column are the
+    embedded pair's, predicted from the streamed passes, but MEASURED rows are from their run."""
+    frames = {name: text_frame(runs[name]).assign(x_ar=lambda f: f.speedup) for name in TITLES}
+    is_measured = frames["streamed"].row.isin(MEASURED)
+    measured = frames["streamed"][is_measured].assign(prompt=ELSEWHERE)
+    computed, given = (
+        text_frame(runs[name].with_times_of(runs["streamed"])).assign(x_ar=lambda f: f.predicted)
+        for name in ("embedded", "auto")
+    )
+    given = given[given.row != "ar"].assign(row=GIVEN)
+    computed = computed[~computed.row.isin(MEASURED)]
+    frames["streamed"] = pd.concat([computed, given, measured])
+    return frames
+
+
+def less_repetitive(texts: pd.DataFrame) -> list[int]:
+    """Return the half of the prompts after which greedy ar repeats fewer 4-grams."""
+    by_prompt = texts[texts.row == "ar"].groupby("prompt").repetition.first()
+    return sorted(by_prompt.nsmallest(len(by_prompt) // 2).index)
+
+
+def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> list[str]:
+    """Return the table as lines of markdown."""
+    rows = [row for row in frames["embedded"].row.unique() if row not in MEASURED]
+    costs = f"cost of a pass of {', '.join(map(str, COST_ROWS))} rows"
+    cells = {
+        costs: ["", "", *(pass_costs(runs[name].step_times) for name in TITLES)],
+        "repeated 4-grams": ["", "", *(repetition(name, frames) for name in TITLES)],
+        "ar, in tok/s": row_cells("ar", frames),
+        **{row: row_cells(row, frames) for row in rows},
+        "*not from a paper:*": [""] * (2 + len(TITLES)),
+        **{row: row_cells(row, frames) for row in ("auto", GIVEN)},
+    }
+    columns = ["rows per tree", "tok/iter", *TITLES.values()]
+    table = pd.DataFrame.from_dict(cells, orient="index", columns=columns)
+    return markdown_lines(table.rename_axis(columns=""))
+
+
+def pass_costs(times: StepTimes) -> str:
+    """Return what passes of COST_ROWS rows and one of the draft cost, in passes of one row."""
+    ms = times.interpolate(COST_ROWS, times.target_ms)
+    passes = ", ".join(f"{cost:.1f}" for cost in ms / ms[0])
+    return f"{passes}; draft 1/{ms[0] / times.draft_ms[0]:.0f}"
+
+
+def repetition(name: str, frames: dict[str, pd.DataFrame]) -> str:
+    """Return the repetition of ar's texts in a column; for streamed the embedded pair's, which are
+    the same."""
+    texts = frames["embedded" if name == "streamed" else name]
+    return median_cell("repetition", "{:.0%}", texts[texts.row == "ar"])
+
+
+def row_cells(row: str, frames: dict[str, pd.DataFrame]) -> list[str]:
+    """Return the cells of a row: those of the trees of greedy text, then x ar in each column, of ar
+    tok/s."""
+    of_row = {name: texts[texts.row == row] for name, texts in frames.items()}
+    greedy = of_row["streamed"] if row == GIVEN else of_row["embedded"]
+    n_rows = f"{1 + greedy.drafted_per_iter.median():.1f}"
+    metric, form = ("throughput", "{:.3g}") if row == "ar" else ("x_ar", "{:.2f}x")
+    cells = [median_cell(metric, form, of_row[name]) for name in TITLES]
+    return [n_rows, median_cell("tokens_per_iter", "{:.2f}", greedy), *cells]
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the parsed command line and return the exit status."""
+    runs = load_runs(Path(args.folder))
+    frames = column_frames(runs)
+    half = less_repetitive(frames["embedded"])
+    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
+    print("\n".join(table_lines(runs, frames)))
+    print(f"\nPrompts {', '.join(map(str, half))}, which repeat less:\n")
+    print("\n".join(table_lines(runs, less)))
+    if args.figure:
+        with writing(args.figure):
+            import_figures().draw_regimes(runs).savefig(args.figure)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m dynatree_lab.benchmark.regimes",
+        description="Print the table of README.md from the results files regimes_*_cpu.jsonl.",
+    )
+    where = "folder of the results files (default results)"
+    parser.add_argument("folder", nargs="?", default="results", help=where)
+    parser.add_argument("--figure", metavar="FILE", help="also draw the picture as a PNG file")
+    return run_command_line(execute, parser, arguments)

@@ -1,0 +1,91 @@
+"""Tests of README.md's table and its picture, on made-up results files."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from small import ROOT, Captured
+from test_results import AR, make_head, make_text, write_results
+
+from dynatree_lab.benchmark.regimes import RUNS, column_frames, load_runs, main, table_lines
+from dynatree_lab.benchmark.results import Line
+from dynatree_lab.benchmark.step_times import StepTimes
+
+ROWS = (
+    "ar", "linear", "dynatree", "dynatree calibrate=on", "sequoia", "dyspec N=16 calibrate=on",
+    "dyspec N=64 calibrate=on", "deagle", "lookup", "auto",
+)  # fmt: skip
+GIVEN = "auto costs=0.1:0.1:0.1:0.1"
+TIMES = StepTimes(9, [1, 16, 64], [2.0, 4.0, 20.0], [0.2] * 3, 9, 9, 1.0)
+STREAMED = replace(TIMES, target_ms=[1000.0, 1000.0, 2000.0], draft_ms=[2.0] * 3)
+
+
+def make_lines(rows: tuple[str, ...], times: StepTimes) -> list[Line]:
+    """Return the lines of four prompts. Row i takes 120 / (i + 1) passes of 16 rows and as many of
+    the draft. It is measured at 1 + i / 10 times ar's speed. Prompts 1 and 2 repeat less."""
+    lines = [{"step_times": asdict(times)}]
+    for i, row in enumerate(rows):
+        for prompt in range(4):
+            text = make_text(replace(AR, row=row), prompt, 100.0 + 10 * i)
+            del text["predicted_ms"]
+            n_rows, n = ("16", 120 // (i + 1)) if i else ("1", 120)
+            text |= {"target_rows": {n_rows: n}, "draft_rows": {"1": n} if i else {}}
+            text |= {"repetition": [0.5, 0.2, 0.3, 0.6][prompt], "drafted_per_iter": 15.0}
+            lines.append(text)
+    return lines
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in RUNS:
+        rows = {"auto": ("ar", GIVEN), "streamed": ("ar", "auto")}.get(name, ROWS)
+        times = STREAMED if name == "streamed" else TIMES
+        head = make_head([replace(AR, row=row) for row in rows], 4)
+        write_results(tmp_path / f"regimes_{name}_cpu.jsonl", make_lines(rows, times), head)
+    return tmp_path
+
+
+def test_the_table(folder: Path, capsys: Captured) -> None:
+    """Check measured and computed cells, and that the second table has the prompts that repeat
+    less, without the measured row of a streamed target, whose prompts are others."""
+    assert main([str(folder)]) == 0
+    whole, which, half = capsys.readouterr().out.strip().split("\n\n")
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in whole.splitlines()}
+    costs = cells["cost of a pass of 1, 4, 16, 64 rows"]
+    assert costs[2] == costs[3] == "1.0, 1.2, 2.0, 10.0; draft 1/10"
+    assert costs[4] == "1.0, 1.0, 1.0, 2.0; draft 1/500"
+    assert cells["repeated 4-grams"][2] == "40% (28%-52%)"
+    assert cells["ar, in tok/s"] == ["16.0", "0.50", "100", "100", "100", "100 |"]
+    # 120 passes of one row / (40 of 16 rows and 40 of the draft)
+    assert cells["dynatree"] == ["16.0", "0.50", "1.20x", "1.20x", "2.99x", "1.20x |"]
+    assert cells["auto"][2:5] == ["1.90x", "1.90x", "1.10x"]
+    assert cells["auto, costs given"][2:] == ["", "", "2.00x", " |"]
+    assert list(cells)[-3:] == ["*not from a paper:*", "auto", "auto, costs given"]
+    assert which == "Prompts 1, 2, which repeat less:" and "25% (22%-28%)" in half
+    assert "| auto | 16.0 | 0.50 | 1.90x | 1.90x |  | 1.90x |" in half
+
+
+def test_the_picture(folder: Path, tmp_path: Path) -> None:
+    """Check the points of two lines where 16 rows cost 1 and 5 passes, and the file."""
+    figures = pytest.importorskip("dynatree_lab.benchmark.figures")  # it needs seaborn
+    figure = figures.draw_regimes(load_runs(folder))
+    left, middle, right = figure.axes
+    for panel, draft in ((left, 0.1), (middle, 0.02), (right, 0.002)):
+        for i, line in enumerate(panel.lines[: len(figures.DRAWN)], start=1):
+            x, y = line.get_data()
+            assert (x[0], x[-1]) == (1, 5)
+            n = 120 // (ROWS.index(figures.DRAWN[i - 1]) + 1)
+            assert (y[0], y[-1]) == pytest.approx((120 / n / (1 + draft), 120 / n / (5 + draft)))
+    said = [[text.get_text() for text in panel.texts] for panel in figure.axes]
+    assert len(said[0]) == 3 and not said[1] and said[2] == ["streamed (1/500)"]
+    file = tmp_path / "made.png"
+    assert main([str(folder), "--figure", str(file)]) == 0 and file.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.skipif(
+    not (ROOT / "results" / "regimes_embedded_cpu.jsonl").exists(), reason="not measured yet"
+)
+def test_the_readme_shows_the_committed_results() -> None:
+    runs = load_runs(ROOT / "results")
+    table = "\n".join(table_lines(runs, column_frames(runs)))
+    assert f"\n\n{table}\n\n" in (ROOT / "README.md").read_text(encoding="utf-8")
