@@ -62,6 +62,11 @@ MODEL = (
 GPU = "paper's GPU, calculated", 1.0, 0.55 / 2.95
 
 
+def palette_of(methods: pd.Series) -> dict[str, str]:
+    """Return the colour of each method. Those that the project does not have are grey."""
+    return {method: PALETTE.get(method, GREY) for method in methods.unique()}
+
+
 def set_style() -> None:
     matplotlib.rcdefaults()  # the user's settings may need LaTeX or missing fonts
     sns.set_theme(style="whitegrid", font_scale=0.75, rc=STYLE)
@@ -105,8 +110,9 @@ def bars(texts: pd.DataFrame, results: Results) -> sns.FacetGrid:
     height = 0.5 + 0.25 * texts.label.nunique()
     grid = sns.catplot(
         long, kind="bar", x="value", y="label", col="metric", sharex=False, hue="method",
-        palette=PALETTE, saturation=1, legend=False, estimator="median", errorbar=("pi", 50),
-        err_kws={"linewidth": 1}, height=height, aspect=WIDTH / len(metrics) / height
+        palette=palette_of(texts.method), saturation=1, legend=False, estimator="median",
+        errorbar=("pi", 50), err_kws={"linewidth": 1}, height=height,
+        aspect=WIDTH / len(metrics) / height
     )  # fmt: skip
     grid.set_titles("").set_ylabels("")
     for metric, panel in grid.axes_dict.items():
@@ -131,7 +137,7 @@ def rates(texts: pd.DataFrame, kind: str, part: str, title: str) -> sns.FacetGri
     points[x] = points["at"] + 1 if kind == "depths" else (points["at"] + 0.5) / 20
     grid = sns.relplot(
         points, kind="line", x=x, y="share", col="label", col_wrap=4, hue="method", marker="o",
-        palette=PALETTE, legend=False, height=1.7, aspect=WIDTH / 4 / 1.7
+        palette=palette_of(points.method), legend=False, height=1.7, aspect=WIDTH / 4 / 1.7
     )  # fmt: skip
     grid.set(ylim=(0, 1.05))
     for label, panel in grid.axes_dict.items():

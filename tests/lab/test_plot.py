@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = ROOT / "results" / "steps_cpu.jsonl"
-NAMES = ("ar", "linear", "dynatree tau=0.1", "hf-ar")
+NAMES = ("ar", "linear", "dynatree tau=0.1", "hf-ar", "mine K=2")  # the last one is a user's
 
 
 def make_lines(cases: list[Case]) -> list[Line]:
@@ -50,7 +50,7 @@ def test_bars_are_medians_and_whiskers_quartiles(drawn: dict[str, "Figure"]) -> 
     """Check also that a method has one colour, whatever its settings."""
     speed, speedup, _ = drawn[""].axes
     widths = {round(bar.get_center()[1]): bar.get_width() for bar in speed.patches}
-    assert widths == {i: 52.5 + i for i in range(8)}
+    assert widths == {i: 52.5 + i for i in range(10)}
     linear = speedup.patches[0]  # ar has no speedup, and its line in the panel stays empty
     assert linear.get_width() == pytest.approx((52 / 51 + 55 / 54) / 2)
     assert linear.get_center()[1] == pytest.approx(1)
@@ -59,7 +59,7 @@ def test_bars_are_medians_and_whiskers_quartiles(drawn: dict[str, "Figure"]) -> 
     assert {"52", "54", "56"} <= {text.get_text() for text in speed.texts}
     labels = [tick.get_text() for tick in speed.get_yticklabels()]
     assert labels == [f"{name} t={t}" for t in (0.0, 0.6) for name in NAMES]
-    assert len({bar.get_facecolor() for bar in speed.patches}) == 4
+    assert len({bar.get_facecolor() for bar in speed.patches}) == 4  # of hf-ar and mine one
 
 
 def test_rates_are_of_ten_or_more(drawn: dict[str, "Figure"]) -> None:
