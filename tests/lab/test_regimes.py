@@ -7,7 +7,14 @@ import pytest
 from small import ROOT, Captured
 from test_results import AR, make_head, make_text, write_results
 
-from dynatree_lab.benchmark.regimes import RUNS, column_frames, load_runs, main, table_lines
+from dynatree_lab.benchmark.regimes import (
+    RUNS,
+    column_frames,
+    less_repetitive,
+    load_runs,
+    main,
+    table_lines,
+)
 from dynatree_lab.benchmark.results import Line
 from dynatree_lab.benchmark.step_times import StepTimes
 
@@ -82,10 +89,12 @@ def test_the_picture(folder: Path, tmp_path: Path) -> None:
     assert main([str(folder), "--figure", str(file)]) == 0 and file.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.skipif(
-    not (ROOT / "results" / "regimes_embedded_cpu.jsonl").exists(), reason="not measured yet"
-)
-def test_the_readme_shows_the_committed_results() -> None:
+def test_the_documents_show_the_committed_results() -> None:
+    """Compare README's table, and that of docs/results.md over the prompts that repeat less."""
     runs = load_runs(ROOT / "results")
-    table = "\n".join(table_lines(runs, column_frames(runs)))
-    assert f"\n\n{table}\n\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+    frames = column_frames(runs)
+    half = less_repetitive(frames["embedded"])
+    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
+    for file, found in (("README.md", frames), ("docs/results.md", less)):
+        table = "\n".join(table_lines(runs, found))
+        assert f"\n\n{table}\n\n" in (ROOT / file).read_text(encoding="utf-8")
