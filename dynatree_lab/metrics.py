@@ -10,13 +10,6 @@ top1_match       drafted tokens that are the target's best token after their own
                  not / drafted tokens (the definition in v2, 4.2)
 code_acceptance  tokens per iteration / (depth in the settings + 2); for a chain, / K (computed by
                  the authors' code, printed in their table 3)
-
-Metrics.depths has four counts for each depth 1, 2, ... of the trees:
-
-nodes     drafted nodes at the depth
-drafted   trees that reach the depth
-tried     accepted paths that reach the depth before, and have a child at this one
-accepted  accepted paths that reach the depth
 """
 
 import math
@@ -34,7 +27,6 @@ from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.static import Chain, Fixed
 
-COUNTS = ("nodes", "drafted", "tried", "accepted")  # of Metrics.depths
 N_BINS = 20  # of probabilities from 0 to 1
 PARTS = ("draft", "verify", "other")  # of a step's time
 
@@ -59,7 +51,7 @@ class Metrics:
     other_ms: float
     draft_passes: float  # draft passes per iteration
     repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
-    depths: dict[str, list[int]]  # counts at depth 1, 2, ... by name, see above
+    depths: dict[str, list[int]]  # of all trees at depth 1, 2, ...: `nodes`, `accepted` ones
 
 
 def token_ids(steps: Iterable[Step]) -> list[int]:
@@ -75,9 +67,8 @@ def measure(steps: Sequence[Step]) -> Metrics:
     n = max(n_iterations, 1)  # to divide by
     times = [sum(getattr(step, f"{part}_ms") for step in later) for part in PARTS]
     decode = sum(times)
-    counts = count_depths(later)
-    n_accepted, n_drafted = counts["accepted"].total(), counts["nodes"].total()
-    depths = range(1, max(counts["nodes"], default=0) + 1)
+    depths = count_depths(later)
+    n_accepted, n_drafted = sum(depths["accepted"]), sum(depths["nodes"])
     draft_ms, verify_ms, other_ms = (ms / n for ms in times)
     return Metrics(
         new_tokens=n_tokens,
@@ -96,22 +87,18 @@ def measure(steps: Sequence[Step]) -> Metrics:
         other_ms=other_ms,
         draft_passes=sum(len(step.draft_rows) for step in later) / n,
         repetition=repetition(ids),
-        depths={name: [n[depth] for depth in depths] for name, n in counts.items()},
+        depths=depths,
     )
 
 
-def count_depths(steps: Sequence[Step]) -> dict[str, Counter[int]]:
-    """Return the counts of Metrics.depths, by name and depth."""
-    counts: dict[str, Counter[int]] = {name: Counter() for name in COUNTS}
+def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """Return the counts of Metrics.depths."""
+    nodes, accepted = Counter(), Counter()
     for step in steps:
-        n_accepted = len(step.path) - 1
-        has_child = step.path[-1] in step.tree.parents
-        deepest = {"drafted": max(step.tree.depths)}
-        deepest |= {"tried": n_accepted + has_child, "accepted": n_accepted}
-        for name, depth in deepest.items():
-            counts[name].update(range(1, depth + 1))
-        counts["nodes"].update(step.tree.depths[1:])
-    return counts
+        nodes.update(step.tree.depths[1:])
+        accepted.update(range(1, len(step.path)))
+    depths = range(1, max(nodes, default=0) + 1)
+    return {name: [n[d] for d in depths] for name, n in (("nodes", nodes), ("accepted", accepted))}
 
 
 def summarise(metrics: Metrics) -> str:

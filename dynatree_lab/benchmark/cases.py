@@ -109,7 +109,7 @@ def labels(cases: Sequence[Case]) -> list[str]:
 class Part:
     """A part of a table in tables.toml: the rows and sizes to run on one dataset."""
 
-    rows: Sequence[str] = ()
+    rows: Sequence[str]
     dataset: str = DATASETS[0]
     n_prompts: int = 12
     prompt_tokens: Sequence[int] = (150,)
@@ -224,7 +224,7 @@ def choose_cases(
     of their sizes. Raises UsageError."""
     cases = []
     for part in parts:
-        rows = choose_rows(args.methods or [*part.rows, *(control if part.rows else ())], args)
+        rows = choose_rows(args.methods or [*part.rows, *control], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
     return cases
 
@@ -233,8 +233,6 @@ def choose_rows(names: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return the rows, preceded by the other rows that their comparison needs: ar, the references
     and the baseline. Raises UsageError."""
     rows = [*names, *(row for row in HF_METHODS if args.hf and row not in names)]
-    if not rows:
-        return []
     baseline = args.baseline or "ar"
     for row in (*rows, baseline):
         require_row(row)

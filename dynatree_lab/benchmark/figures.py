@@ -2,7 +2,6 @@
 
 ""            How fast is every row? Bars of medians; whiskers reach from the first quartile to the
               third, so a machine that stalls now and then changes neither
-_depth        How deep do trees pay? The share of trees whose accepted path reaches a depth
 _calibration  Are the draft's probabilities right? How often candidates match the target's best
               token, by their probability (DySpec's Figure 2, DEAGLE's Eq. 15)
 
@@ -29,6 +28,7 @@ from dynatree_lab.benchmark.results import Results
 from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.html_page import read
 from dynatree_lab.methods import METHODS
+from dynatree_lab.metrics import N_BINS
 
 COLOURS = json.loads(read("colours.json"))["methods"]  # as on the page of a run
 GREY = "#8A8A8A"
@@ -36,7 +36,7 @@ PALETTE = dict(zip_longest(METHODS, COLOURS, fillvalue=GREY)) | dict.fromkeys(HF
 STYLE = {"figure.dpi": 150, "grid.color": "#E4E4E4", "text.parse_math": False}
 WIDTH = 9  # inches
 MAX_PANELS = 24
-MIN_COUNT = 10  # trees or nodes of which a rate is shown
+MIN_COUNT = 10  # candidates of which a share is shown
 BARS = {  # by metric: title and format
     "throughput": ("tokens/s", "{:,.0f}"),
     "speedup": ("speedup over ar", "{:.2f}"),
@@ -77,25 +77,15 @@ def draw(results: Results) -> dict[str, Figure]:
     set_style()
     texts = text_frame(results)
     texts["method"] = texts.row.str.partition(" ")[0]
-    by_depth = "Share of the trees that reach a depth whose accepted path reaches it"
-    by_probability = "Share of candidates that are the target's best token, by their probability"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # on the layout, which `add_caption` replaces
-        grids = {
-            "": bars(texts, results),
-            "_depth": rates(texts, "depths", "accepted", by_depth),
-            "_calibration": rates(texts, "calibration", "top1_match", by_probability),
-        }
+        grids = {"": bars(texts, results), "_calibration": calibration(texts)}
     pyplot.close("all")  # frees pyplot's references; closed figures can still be saved
-    return {ending: add_caption(grid.figure, results) for ending, grid in grids.items() if grid}
+    text = caption(results)
+    return {ending: add_caption(grid.figure, text) for ending, grid in grids.items() if grid}
 
 
-def add_caption(figure: Figure, results: Results) -> Figure:
-    """Add the report's caption below a figure."""
-    return add_text(figure, caption(results))
-
-
-def add_text(figure: Figure, text: str) -> Figure:
+def add_caption(figure: Figure, text: str) -> Figure:
     """Add a text below a figure."""
     figure.supxlabel(textwrap.fill(text, 18 * WIDTH), fontsize=6.5)
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
@@ -124,43 +114,32 @@ def bars(texts: pd.DataFrame, results: Results) -> sns.FacetGrid:
     return grid
 
 
-def rates(texts: pd.DataFrame, kind: str, part: str, title: str) -> sns.FacetGrid | None:
-    """Draw a share by depth or by probability, with a panel for each row that drafts. Return None
-    if there is none, or too many.
-
-    kind, part: the column with the counts, and those of which the share is taken.
-    """
-    points = pool_counts(texts, kind, part)
+def calibration(texts: pd.DataFrame) -> sns.FacetGrid | None:
+    """Draw how often candidates are the target's best token, by their probability, with a panel for
+    each row that drafts. Return None if there is none, or too many."""
+    found = [
+        (label, method, (i + 0.5) / N_BINS, *pair)
+        for label, method, counts in zip(texts.label, texts.method, texts.calibration, strict=True)
+        if isinstance(counts, dict)  # later rounds and sampled texts have none
+        for i, pair in enumerate(zip(counts["top1_match"], counts["drafted"], strict=True))
+    ]
+    keys = ["label", "method", "probability"]
+    points = pd.DataFrame(found, columns=[*keys, "n_right", "n"])
+    points = points.groupby(keys, sort=False, as_index=False).sum()
+    points = points[points.n >= MIN_COUNT]
     if not 0 < points.label.nunique() <= MAX_PANELS:
         return None
-    x = "depth" if kind == "depths" else "probability"
-    points[x] = points["at"] + 1 if kind == "depths" else (points["at"] + 0.5) / 20
     grid = sns.relplot(
-        points, kind="line", x=x, y="share", col="label", col_wrap=4, hue="method", marker="o",
-        palette=palette_of(points.method), legend=False, height=1.7, aspect=WIDTH / 4 / 1.7
+        points.assign(share=points.n_right / points.n), kind="line", x="probability", y="share",
+        col="label", col_wrap=4, hue="method", palette=palette_of(points.method), marker="o",
+        legend=False, height=1.7, aspect=WIDTH / 4 / 1.7
     )  # fmt: skip
     grid.set(ylim=(0, 1.05))
     for label, panel in grid.axes_dict.items():
         panel.set_title(textwrap.fill(label, 26))
-        if kind == "calibration":
-            panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
-    grid.figure.suptitle(title)
+        panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
+    grid.figure.suptitle("Share of candidates that are the target's best token, by probability")
     return grid
-
-
-def pool_counts(texts: pd.DataFrame, kind: str, part: str) -> pd.DataFrame:
-    """Return the share `part` / `drafted` of the counts of all texts, by label and index in the
-    lists of counts. Shares of fewer than MIN_COUNT are left out."""
-    found = [
-        (label, method, at, *pair)
-        for label, method, counts in zip(texts.label, texts.method, texts[kind], strict=True)
-        if isinstance(counts, dict)  # greedy texts of later rounds repeat those of the first
-        for at, pair in enumerate(zip(counts[part], counts["drafted"], strict=True))
-    ]
-    points = pd.DataFrame(found, columns=["label", "method", "at", part, "n"])
-    points = points.groupby(["label", "method", "at"], sort=False, as_index=False).sum()
-    points = points[points.n >= MIN_COUNT]
-    return points.assign(share=points[part] / points.n)
 
 
 def draw_regimes(runs: dict[str, Results]) -> Figure:
@@ -197,7 +176,7 @@ def draw_regimes(runs: dict[str, Results]) -> Figure:
     grid.axes_dict["1/50"].legend(grid.legend.legend_handles, DRAWN, loc="upper right")
     grid.legend.remove()
     pyplot.close("all")
-    return add_text(grid.figure, f"{MODEL} {caption(found)}")
+    return add_caption(grid.figure, f"{MODEL} {caption(found)}")
 
 
 def measured_regime(name: str, times: StepTimes) -> tuple[str, float, float]:

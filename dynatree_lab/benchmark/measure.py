@@ -51,7 +51,6 @@ from dynatree_lab.benchmark.plan import (
     make_plan,
     read_options,
     require_alone,
-    times_passes,
 )
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
@@ -120,7 +119,7 @@ class Bench:
             cases = [case for case in self.results.cases if case.dataset == dataset]
             n_prompts = len(self.plan.prompts[dataset])
             for prompt in range(n_prompts):
-                first = (round_index * n_prompts + prompt) % max(len(cases), 1)  # may be none
+                first = (round_index * n_prompts + prompt) % len(cases)
                 for case in cases[first:] + cases[:first]:
                     yield Job(case, prompt, round_index)
 
@@ -153,8 +152,7 @@ class Bench:
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
         of the cases, if the report needs these times or predicts speeds from them."""
-        head = self.results.head
-        is_shown = times_passes(head["table"], head["columns"])
+        is_shown = "predicted" in self.results.head["columns"]
         # The report of a streamed target shows its time of a pass over the draft's
         is_shown |= self.pair.target_memory is not None and self.pair.draft is not None
         if is_shown and not self.results.step_times:
@@ -319,10 +317,8 @@ def execute(args: argparse.Namespace) -> int:
         print(describe_tables())
         return 0
     if args.show is not None:
-        require_alone(args, "--show", "--times", "--columns", "--format")
+        require_alone(args, "--show", "--columns", "--format")
         results = read_results(args.show)
-        if args.times is not None:
-            results = results.with_times_of(load(args.times))
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:

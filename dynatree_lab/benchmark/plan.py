@@ -110,8 +110,6 @@ def build_parser() -> Parser:
     add("--output", metavar="FILE", help="results file (default results/run_<time>_<table>.jsonl)")
     add("--resume", metavar="FILE", help="continue the interrupted run of a results file")
     add("--show", metavar="FILE", help="print the table of a results file, and exit")
-    times = "with --show: another results file, whose times of passes predict speeds"
-    add("--times", metavar="FILE", help=times)
     formats = ("text", "markdown")
     add("--format", choices=formats, default="text", help="format of the table (default text)")
     return parser
@@ -181,7 +179,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
     ]
     needs_draft = any(case.is_drafting or case.is_hf for case in cases)
-    needs_draft |= times_passes(args.table, args.columns or table.columns)
+    needs_draft |= "predicted" in (args.columns or table.columns)  # from passes of both models
     pair = open_pair(args, needs_draft, announce=print_line)
     models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
@@ -216,25 +214,17 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
 
 
-def times_passes(table: str, columns: Sequence[str]) -> bool:
-    """Whether a table shows times of single passes of target and draft, or speeds predicted from
-    them."""
-    return table == "steps" or "predicted" in columns
-
-
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
     """Raise UsageError for options that contradict each other."""
     # Greedy texts of a sampled table ignore top_p and seed
     given = {"top_p": args.top_p, "seed": args.seed}
     given = {name: value for name, value in given.items() if value is not None}
     try:
-        hottest = max((case.temperature for case in cases), default=0)
+        hottest = max(case.temperature for case in cases)
         GenerationConfig.parse("ar", temperature=hottest, **given)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     require_one_pair(args)
-    if args.times is not None:
-        raise UsageError(f"--times {args.times} has no effect without --show")
     if args.head and not any(case.uses_head for case in cases):
         raise UsageError(f"--head {args.head} has no effect: no row has the word {HEAD}")
     if any(case.is_hf and case.temperature for case in cases):

@@ -1,6 +1,6 @@
 """Command line that draws results files as PNG figures, next to each file or in another folder.
 
-    # main_cpu.png, main_cpu_depth.png, ...
+    # main_cpu.png, main_cpu_calibration.png
     python -m dynatree_lab.benchmark.plot results/main_cpu.jsonl
 
 benchmark/figures.py draws them.
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynatree_lab.benchmark.results import load
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.errors import UsageError, writing
 
 
@@ -36,11 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     """Run the parsed command line and return the exit status."""
     draw = import_figures().draw
     for name in args.files:
-        results = load(name)
-        if not results.texts:
-            print_line(f"note: {name} has no texts to draw")
-            continue
-        for ending, figure in draw(results).items():
+        for ending, figure in draw(load(name)).items():
             path = Path(args.output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +23,7 @@ import pandas as pd
 from dynatree_lab.benchmark.plot import import_figures
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
 from dynatree_lab.benchmark.results import Results, load
-from dynatree_lab.benchmark.step_times import StepTimes
+from dynatree_lab.benchmark.step_times import PASS_COSTS
 from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.errors import writing
 
@@ -35,7 +36,6 @@ TITLES = {  # of the columns, by run
 RUNS = (*TITLES, "auto")  # the last one: the embedded pair, costs fitted to the streamed passes
 GIVEN = "auto, costs given"
 MEASURED = ("ar", "auto")  # rows of the streamed column
-COST_ROWS = [1, 4, 16, 64]
 ELSEWHERE = -1  # as the number of a prompt: none of the table's
 
 
@@ -48,10 +48,11 @@ def column_frames(runs: dict[str, Results]) -> dict[str, pd.DataFrame]:
     """Return the texts of each column, with their `x_ar`. Those of the streamed column are the
     embedded pair's, predicted from the streamed passes, but MEASURED rows are from their run."""
     frames = {name: text_frame(runs[name]).assign(x_ar=lambda f: f.speedup) for name in TITLES}
+    times = runs["streamed"].step_times
     is_measured = frames["streamed"].row.isin(MEASURED)
     measured = frames["streamed"][is_measured].assign(prompt=ELSEWHERE)
     computed, given = (
-        text_frame(runs[name].with_times_of(runs["streamed"])).assign(x_ar=lambda f: f.predicted)
+        text_frame(replace(runs[name], step_times=times)).assign(x_ar=lambda f: f.predicted)
         for name in ("embedded", "auto")
     )
     given = given[given.row != "ar"].assign(row=GIVEN)
@@ -69,9 +70,8 @@ def less_repetitive(texts: pd.DataFrame) -> list[int]:
 def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> list[str]:
     """Return the table as lines of markdown."""
     rows = [row for row in frames["embedded"].row.unique() if row not in MEASURED]
-    costs = f"cost of a pass of {', '.join(map(str, COST_ROWS))} rows"
     cells = {
-        costs: ["", "", *(pass_costs(runs[name].step_times) for name in TITLES)],
+        PASS_COSTS: ["", "", *(runs[name].step_times.pass_costs() for name in TITLES)],
         "repeated 4-grams": ["", "", *(repetition(name, frames) for name in TITLES)],
         "ar, in tok/s": row_cells("ar", frames),
         **{row: row_cells(row, frames) for row in rows},
@@ -81,13 +81,6 @@ def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> li
     columns = ["rows per tree", "tok/iter", *TITLES.values()]
     table = pd.DataFrame.from_dict(cells, orient="index", columns=columns)
     return markdown_lines(table.rename_axis(columns=""))
-
-
-def pass_costs(times: StepTimes) -> str:
-    """Return what passes of COST_ROWS rows and one of the draft cost, in passes of one row."""
-    ms = times.interpolate(COST_ROWS, times.target_ms)
-    passes = ", ".join(f"{cost:.1f}" for cost in ms / ms[0])
-    return f"{passes}; draft 1/{ms[0] / times.draft_ms[0]:.0f}"
 
 
 def repetition(name: str, frames: dict[str, pd.DataFrame]) -> str:

@@ -10,6 +10,7 @@ authors compute speed-ups. docs/results.md explains the metrics, which are those
 """
 
 import argparse
+import math
 import re
 import statistics
 import textwrap
@@ -20,10 +21,9 @@ import pandas as pd
 
 from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
-from dynatree_lab.benchmark.step_times import StepTimes
+from dynatree_lab.benchmark.step_times import PASS_COSTS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie
-from dynatree_lab.errors import UsageError
 
 NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
     "throughput": ("tok/s", "throughput", "{:.1f}"),
@@ -53,7 +53,7 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
-FIELDS += ["predicted_ms", "target_rows", "draft_rows", "ids_digest", "depths", "calibration"]
+FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration"]
 FIELDS.append("root_ranks")  # of table tune
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
@@ -86,11 +86,11 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["label"] = [names[i] for i in places]
     references = [results.cases[i].reference for i in places]
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
-    if results.step_times:
-        is_counted = texts.target_rows.notna()  # older files have predicted_ms
-        counts = zip(texts.target_rows[is_counted], texts.draft_rows[is_counted], strict=True)
-        found = [results.step_times.predict_ms(*each) for each in counts]
-        texts.loc[is_counted, "predicted_ms"] = found
+    times = results.step_times
+    texts["predicted_ms"] = [
+        times.predict_ms(*counts) if times and isinstance(counts[0], dict) else math.nan
+        for counts in zip(texts.target_rows, texts.draft_rows, strict=True)
+    ]
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
@@ -222,8 +222,6 @@ def column(name: str) -> str:
 def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
     """Return the table as text: a row for each case with texts, its cells of these columns, and
     next to a column the published figures, if there are any."""
-    if results.head["table"] == "steps":
-        return step_table(results.step_times)
     cases = dict(zip(labels(results.cases), results.cases, strict=True))
     texts = dict(list(text_frame(results).groupby("label", sort=False)))
     found = {}
@@ -239,18 +237,6 @@ def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
 def name_baseline(results: Results, text: str) -> str:
     """Return a title with "ar" replaced by the name of the baseline."""
     return re.sub(r"\b(x|over) ar\b", rf"\1 {results.baseline}", text)
-
-
-def step_table(times: StepTimes | None) -> pd.DataFrame:
-    """Return a table of the times of a pass by its number of rows, also relative to one row."""
-    if not times:
-        raise UsageError("the results file has no step times yet; use --resume to measure them")
-    found = {}
-    for role in ("draft", "target"):
-        ms = pd.Series(getattr(times, f"{role}_ms"), index=times.rows)
-        found[f"{role} ms"] = ms.map("{:.2f}".format)
-        found[f"{role} x 1 row"] = (ms / ms.iloc[0]).map("{:.2f}".format)
-    return pd.DataFrame(found).rename_axis(columns="rows")
 
 
 def text_report(results: Results, columns: Sequence[str], width: int) -> str:
@@ -282,11 +268,9 @@ def markdown_lines(table: pd.DataFrame) -> list[str]:
 def caption(results: Results) -> str:
     """Return one line on what was measured, with which models and on which machine."""
     head, machine = results.head, results.head["machine"]
-    what = "single forward passes"
-    if results.cases:
-        temperature = sizes_text(results.cases, "temperature")
-        n_rounds = 1 + max((text["round"] for text in results.texts.values()), default=0)
-        what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
+    temperature = sizes_text(results.cases, "temperature")
+    n_rounds = 1 + max((text["round"] for text in results.texts.values()), default=0)
+    what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
     models = " and ".join(machine[role] for role in ("target", "draft", "head") if role in machine)
     where = f"{models}, {machine_text(machine)}"
     if "streamed" in machine:
@@ -356,17 +340,14 @@ def notes(results: Results) -> Iterator[str]:
 
 def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Iterator[str]:
     """Yield the notes on the times of single passes and on what is predicted from them."""
-    if results.times_from:
-        yield f"Predicted from the passes of another file: {caption(results.times_from)}"
+    yield f"In passes of one row, the {PASS_COSTS} is {times.pass_costs()} (T_d / T_t in DySpec)."
     yield from map(times.describe_floor, ("target", "draft"))
-    if times.read_gb_s:
-        yield times.describe_ratio()
     if not times.how:
         return
     yield f"Single passes of the target: {times.how}."
     costs = ":".join(f"{cost:.2g}" for cost in times.fit_costs())
     yield f"Costs fitted to these passes: auto costs={costs}."
-    if times.read_gb_s and not results.times_from:  # else speeds are of other passes
+    if times.read_gb_s:
         medians = texts.groupby("label", sort=False)[["speedup", "predicted"]].median()
         far = (medians.speedup / medians.predicted - 1).loc[lambda off: off.abs() > 0.1]
         found = ", ".join(f"{label} {off:+.0%}" for label, off in far.items())

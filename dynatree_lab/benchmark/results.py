@@ -11,7 +11,7 @@ Lines are only appended. So an interrupted run is resumed by appending the missi
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynatree_lab.benchmark.cases import SYMBOLS, Case
@@ -35,7 +35,6 @@ class Results:
     texts: dict[Key, Line] = field(default_factory=dict)
     differences: dict[Key, Line] = field(default_factory=dict)  # with `at` and `gap`
     step_times: StepTimes | None = None
-    times_from: "Results | None" = None  # another file that the step times are from
     ids: dict[str, list[int]] = field(default_factory=dict)  # of greedy texts, by digest
 
     def __post_init__(self) -> None:
@@ -61,16 +60,6 @@ class Results:
             self.texts[key_of(line)] = line
             if "ids" in line:
                 self.ids[line["ids_digest"]] = line["ids"]
-
-    def with_times_of(self, other: "Results") -> "Results":
-        """Return these results with the step times of another file, from which the speeds of the
-        texts are then predicted. Raises UsageError."""
-        if not other.step_times:
-            raise UsageError("--times: the results file has no step times")
-        texts = {key: dict(text) for key, text in self.texts.items()}
-        for text in texts.values():
-            text.pop("predicted_ms", None)  # older files have no target_rows to predict from
-        return replace(self, texts=texts, step_times=other.step_times, times_from=other)
 
     def ids_fields(self, ids: list[int]) -> Line:
         """Return the fields of a greedy text on its ids: their digest and, unless an earlier line

@@ -38,6 +38,8 @@ from dynatree_lab.methods.eagle import EagleHead
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
 BURST = 3  # consecutive runs of a pass before the next pass runs
 FITTED_ROWS = 64  # of the largest pass that the costs are fitted to; auto has 48 rows or fewer
+COST_ROWS = [1, 4, 16, 64]
+PASS_COSTS = f"cost of a pass of {', '.join(map(str, COST_ROWS))} rows"  # by StepTimes.pass_costs
 FIRST_ROWS = 4  # of the first draft pass of an iteration: three committed tokens and the root
 MIN_COST = 0.0001  # in passes of one row; the settings take no cost of 0
 # What passes of target and draft rank on CUDA, as those of DynaTree's default settings
@@ -74,6 +76,12 @@ class StepTimes:
             rows = [self.rows[min(bisect.bisect_left(self.rows, n), last)] for n in rows]
         return numpy.interp(rows, self.rows, ms)
 
+    def pass_costs(self) -> str:
+        """Return what passes of COST_ROWS rows and one of the draft cost, in passes of one row."""
+        ms = self.interpolate(COST_ROWS, self.target_ms)
+        passes = ", ".join(f"{cost:.1f}" for cost in ms / ms[0])
+        return f"{passes}; draft 1/{ms[0] / self.draft_ms[0]:.0f}"
+
     def fit_costs(self) -> list[float]:
         """Return the costs tree, row, drafting and level that auto and cost gates take, in passes
         of one row. Costs of 0 are raised to MIN_COST.
@@ -103,11 +111,6 @@ class StepTimes:
             f"A one-row {role} pass at {self.context} cached tokens takes {ms:.2f} ms. Reading its "
             f"{n_bytes / 1e6:,.1f} MB at the {gb_s:.1f} GB/s {how} takes {floor:.2f}."
         )
-
-    def describe_ratio(self) -> str:
-        """Return a sentence on T_t / T_d, DySpec's measure of how large a tree may be."""
-        ratio = self.target_ms[0] / self.draft_ms[0]
-        return f"T_t / T_d, a one-row pass of the target over one of the draft, is {ratio:,.0f}."
 
 
 def count_passes(steps: Sequence[Step], config: GenerationConfig) -> dict[str, dict[str, int]]:

@@ -113,20 +113,15 @@ def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
     options += ["--table", "deagle-2", "--temperature", "0", "--dataset", "builtin"]
     results, printed = run_bench(tmp_path / "b.jsonl", BRIEF, *options, "--columns", "predicted")
     assert "here: models/tiny/eagle, WikiText-2" in " ".join(printed.split())
-    assert min(results.step_times.draft_ms) > 0
+    times = results.step_times
+    assert times.rows == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256] and min(times.draft_ms) > 0
 
 
-@pytest.mark.parametrize("table", ["steps", "memory"])
-def test_a_table_of_another_kind(table: str, tmp_path: Path) -> None:
-    """Check the tables of single passes and of peak memory, which has one process per text."""
-    words = ["--table", table, "--n-prompts", "1", *(["--methods", "ar"] * (table == "memory"))]
-    results, printed = run_bench(tmp_path / "r.jsonl", QUICK, *words)
-    assert len(results.texts) == len(results.cases) == (table == "memory")
-    if table == "steps":
-        assert results.step_times.rows == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-        assert len(printed.split("\n\n")[1].splitlines()) == 11
-    for text in results.texts.values():
-        assert text["peak_mb"] > 50 and "setup_s" not in text and len(text["ids"]) == 6
+def test_peak_memory_is_that_of_a_process_per_text(tmp_path: Path) -> None:
+    words = ["--table", "memory", "--n-prompts", "1", "--methods", "ar"]
+    results, _ = run_bench(tmp_path / "r.jsonl", QUICK, *words)
+    (text,) = results.texts.values()
+    assert text["peak_mb"] > 50 and "setup_s" not in text and len(text["ids"]) == 6
 
 
 def test_passes_are_timed_up_to_the_largest_one() -> None:
@@ -279,7 +274,6 @@ def test_a_text_that_differs_from_its_reference(
         ("--threads 0", "--threads is 0, it must be from 1 to 1024"),
         ("--hf --temperature 1", "only greedy text; use temperature 0"),
         ("--show none.jsonl --repeats 2 --max-new-tokens 3", "--max-new-tokens, --repeats: no eff"),
-        ("--times none.jsonl", "--times none.jsonl has no effect without --show"),
         ("--resume none.jsonl", "none.jsonl cannot be read: No such file"),
         (f"--show {ROOT}/LICENSE", "LICENSE is no results file: it does not begin with a head"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from small import ROOT, Captured, error_line
+from small import Captured, error_line
 from test_results import AR, make_head, make_text, write_results
 
 from dynatree_lab.benchmark.cases import Case
@@ -17,7 +17,6 @@ from dynatree_lab.benchmark.results import Line, Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STEPS = ROOT / "results" / "steps_cpu.jsonl"
 NAMES = ("ar", "linear", "dynatree tau=0.1", "hf-ar", "mine K=2")  # the last one is a user's
 
 
@@ -27,8 +26,6 @@ def make_lines(cases: list[Case]) -> list[Line]:
     lines = []
     for (i, case), prompt in product(enumerate(cases), range(4)):
         text = make_text(case, prompt, 50.0 + i + prompt**2)
-        if case.method in ("linear", "dynatree"):
-            text["depths"] = {"drafted": [40, 30, 2], "accepted": [30, 10, 2]}
         if case.method in ("linear", "dynatree") and not case.temperature:
             text["calibration"] = {"drafted": [90, 8, 2], "top1_match": [45, 8, 2]}
         lines.append(text)
@@ -62,28 +59,23 @@ def test_bars_are_medians_and_whiskers_quartiles(drawn: dict[str, "Figure"]) -> 
     assert len({bar.get_facecolor() for bar in speed.patches}) == 4  # of hf-ar and mine one
 
 
-def test_rates_are_of_ten_or_more(drawn: dict[str, "Figure"]) -> None:
-    """Check that sampled texts count for depths, but not for calibration."""
-    depth, calibration = drawn["_depth"].axes, drawn["_calibration"].axes
-    assert len(depth) == 4 and len(calibration) == 2
-    points = depth[0].lines[0].get_xydata().tolist()
-    assert points == [[1, 0.75], [2, 1 / 3]]  # two trees of four prompts are too few
-    points = calibration[0].lines[0].get_xydata().tolist()
+def test_shares_are_of_ten_candidates_or_more(drawn: dict[str, "Figure"]) -> None:
+    panels = drawn["_calibration"].axes
+    assert [panel.get_title() for panel in panels] == ["linear t=0.0", "dynatree tau=0.1 t=0.0"]
+    points = panels[0].lines[0].get_xydata().tolist()
+    # Of four prompts; 8 candidates of probability above 0.1 are too few
     assert points == [[0.025, 0.5], [pytest.approx(0.075), 1.0]]
 
 
 def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the names of figures, a file without texts, and the line of a package that is
-    missing."""
+    """Check the names of figures, and the line of a package that is missing."""
     pytest.importorskip("seaborn")
     file = tmp_path / "a$\\frac$.jsonl"
     head = make_head([AR], 4, machine=make_head([])["machine"] | {"processor": "a$\\frac$"})
     write_results(file, make_lines([AR]), head)
-    assert main([str(file), str(STEPS), "--output", str(tmp_path / "made")]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == f"note: {STEPS} has no texts to draw\n"
+    assert main([str(file), "--output", str(tmp_path / "made")]) == 0
     (figure,) = (tmp_path / "made").iterdir()
-    assert captured.out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
     line = error_line(capsys, main, [str(file), "--output", str(figure)])
     assert "cannot be written: File exists" in line
     monkeypatch.setitem(sys.modules, "dynatree_lab.benchmark.figures", None)

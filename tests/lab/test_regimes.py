@@ -34,7 +34,6 @@ def make_lines(rows: tuple[str, ...], times: StepTimes) -> list[Line]:
     for i, row in enumerate(rows):
         for prompt in range(4):
             text = make_text(replace(AR, row=row), prompt, 100.0 + 10 * i)
-            del text["predicted_ms"]
             n_rows, n = ("16", 120 // (i + 1)) if i else ("1", 120)
             text |= {"target_rows": {n_rows: n}, "draft_rows": {"1": n} if i else {}}
             text |= {"repetition": [0.5, 0.2, 0.3, 0.6][prompt], "drafted_per_iter": 15.0}
