@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -59,6 +60,11 @@ class Hub(ThreadingHTTPServer):
         gets = [line for line in self.requests if line.startswith("GET") and "/resolve/" in line]
         self.requests.clear()
         return [line.rpartition("/")[2] for line in gets]
+
+    def handle_error(self, *request: object) -> None:
+        """Print the error, unless the client has left, as after Ctrl-C."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*request)
 
 
 class Handler(BaseHTTPRequestHandler):
