@@ -19,7 +19,7 @@ from test_results import make_head, rows_of, write_results
 
 from draft_tree import Tree
 from dynatree_lab.benchmark import measure as bench
-from dynatree_lab.benchmark.cases import Case
+from dynatree_lab.benchmark.cases import CONTROL, Case
 from dynatree_lab.benchmark.measure import Bench, Job, main
 from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
 from dynatree_lab.benchmark.report import text_report
@@ -115,6 +115,18 @@ def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
     assert "here: models/tiny/eagle, WikiText-2" in " ".join(printed.split())
     times = results.step_times
     assert times.rows == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256] and min(times.draft_ms) > 0
+
+
+def test_a_draft_is_loaded_and_a_control_added_where_needed() -> None:
+    """Check that times of single passes need a draft, and that a table in half precision has a row
+    that shows what rounding changes."""
+    for column, has_draft in (("speedup", False), ("predicted", True)):
+        words = override(BRIEF, "--methods", "ar", "--columns", column)
+        assert (make_plan(build_parser().parse_args(words)).pair.draft is not None) == has_draft
+    for dtype, has_control in (("float32", False), ("bfloat16", True)):
+        words = [*QUICK, "--table", "ablation", "--dtype", dtype]
+        cases = make_plan(build_parser().parse_args(words)).head["cases"]
+        assert (CONTROL in [case["row"] for case in cases]) == has_control
 
 
 def test_peak_memory_is_that_of_a_process_per_text(tmp_path: Path) -> None:
