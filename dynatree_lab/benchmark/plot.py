@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynatree_lab.benchmark.results import load
-from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.errors import UsageError, writing
 
 
@@ -36,7 +36,11 @@ def execute(args: argparse.Namespace) -> int:
     """Run the parsed command line and return the exit status."""
     draw = import_figures().draw
     for name in args.files:
-        for ending, figure in draw(load(name)).items():
+        results = load(name)
+        if not results.texts:  # it was interrupted before its first text
+            print_line(f"note: {name} has no texts to draw")
+            continue
+        for ending, figure in draw(results).items():
             path = Path(args.output or Path(name).parent) / f"{Path(name).stem}{ending}.png"
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)

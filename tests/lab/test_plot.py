@@ -68,14 +68,19 @@ def test_shares_are_of_ten_candidates_or_more(drawn: dict[str, "Figure"]) -> Non
 
 
 def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check the names of figures, and the line of a package that is missing."""
+    """Check the names of figures, a run that was interrupted before its first text, and the line of
+    a package that is missing."""
     pytest.importorskip("seaborn")
     file = tmp_path / "a$\\frac$.jsonl"
     head = make_head([AR], 4, machine=make_head([])["machine"] | {"processor": "a$\\frac$"})
     write_results(file, make_lines([AR]), head)
-    assert main([str(file), "--output", str(tmp_path / "made")]) == 0
+    interrupted = tmp_path / "interrupted.jsonl"
+    write_results(interrupted, [], head)
+    assert main([str(interrupted), str(file), "--output", str(tmp_path / "made")]) == 0
     (figure,) = (tmp_path / "made").iterdir()
-    assert capsys.readouterr().out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
+    captured = capsys.readouterr()
+    assert captured.err == f"note: {interrupted} has no texts to draw\n"
+    assert captured.out == f"{figure}\n" and figure.read_bytes()[:4] == b"\x89PNG"
     line = error_line(capsys, main, [str(file), "--output", str(figure)])
     assert "cannot be written: File exists" in line
     monkeypatch.setitem(sys.modules, "dynatree_lab.benchmark.figures", None)
