@@ -138,7 +138,7 @@ def calibration(texts: pd.DataFrame) -> sns.FacetGrid | None:
     for label, panel in grid.axes_dict.items():
         panel.set_title(textwrap.fill(label, 26))
         panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
-    grid.figure.suptitle("Share of candidates that are the target's best token, by probability")
+    grid.figure.suptitle("How often a candidate is the target's best token, by its probability")
     return grid
 
 
