@@ -51,7 +51,7 @@ class Metrics:
     other_ms: float
     draft_passes: float  # draft passes per iteration
     repetition: float  # 1 - distinct 4-grams / 4-grams of the generated ids
-    depths: dict[str, list[int]]  # of all trees at depth 1, 2, ...: `nodes`, `accepted` ones
+    depths: dict[str, list[int]]  # drafted `nodes` and `accepted` ones at depth 1, 2, ...
 
 
 def token_ids(steps: Iterable[Step]) -> list[int]:
@@ -67,8 +67,8 @@ def measure(steps: Sequence[Step]) -> Metrics:
     n = max(n_iterations, 1)  # to divide by
     times = [sum(getattr(step, f"{part}_ms") for step in later) for part in PARTS]
     decode = sum(times)
-    depths = count_depths(later)
-    n_accepted, n_drafted = sum(depths["accepted"]), sum(depths["nodes"])
+    n_accepted = sum(len(step.path) - 1 for step in later)
+    n_drafted = sum(len(step.tree) - 1 for step in later)  # 0 for transformers, which has no trees
     draft_ms, verify_ms, other_ms = (ms / n for ms in times)
     return Metrics(
         new_tokens=n_tokens,
@@ -87,12 +87,12 @@ def measure(steps: Sequence[Step]) -> Metrics:
         other_ms=other_ms,
         draft_passes=sum(len(step.draft_rows) for step in later) / n,
         repetition=repetition(ids),
-        depths=depths,
+        depths=count_depths(later),
     )
 
 
 def count_depths(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """Return the counts of Metrics.depths."""
+    """Return the numbers of drafted and of accepted nodes at each depth, over all trees."""
     nodes, accepted = Counter(), Counter()
     for step in steps:
         nodes.update(step.tree.depths[1:])
@@ -115,16 +115,6 @@ def summarise(metrics: Metrics) -> str:
     return line + "\n" + textwrap.fill(f"accepted/nodes by depth: {shares}", 80)
 
 
-def measure_acceptance(steps: Sequence[Step], settings: Settings) -> dict[str, float]:
-    """Return `top1_match`, and `code_acceptance` for the methods that the authors' code has. The
-    steps must have trees."""
-    found = {"top1_match": top1_match(steps)}
-    by_code = code_acceptance(settings, measure(steps).tokens_per_iter)
-    if by_code is not None:
-        found["code_acceptance"] = by_code
-    return found
-
-
 def top1_match(steps: Sequence[Step]) -> float:
     """Return the share of drafted tokens that are the target's best token after their own path; 0
     if none were drafted."""
@@ -144,8 +134,8 @@ def count_calibration(steps: Sequence[Step]) -> dict[str, list[int]]:
     """Return the number of drafted nodes, and of those that are the target's best token after their
     parent, in N_BINS bins of their probability given the parent.
 
-    This is the probability that the method uses: the draft's own, after temperature and top-p if
-    candidates are drawn, or a calibrated one.
+    This is the probability that the method uses: the draft's own or a calibrated one. If candidates
+    are drawn, it is after temperature and top-p.
     """
     drafted = [0] * N_BINS
     matching = [0] * N_BINS

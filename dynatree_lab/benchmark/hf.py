@@ -20,7 +20,7 @@ from dynatree_lab.pair import Pair
 
 HF_METHODS = ("hf-ar", "hf-assisted", "hf-lookup")  # generate(), with a draft, with prompt lookup
 N_LOOKUP_TOKENS = 10  # drafted by prompt lookup, as many as by method lookup
-UNREPORTED_METRICS = ("acceptance_rate", "drafted_per_iter", "draft_passes", "depths")
+UNREPORTED_METRICS = ("acceptance_rate", "drafted_per_iter", "draft_passes")
 UNREPORTED_METRICS += ("draft_ms", "verify_ms", "other_ms")
 
 

@@ -64,7 +64,7 @@ from dynatree_lab.engine.generate import Step  # dynatree.Step with times and co
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.metrics import count_calibration, measure, measure_acceptance, token_ids
+from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
 
@@ -151,11 +151,8 @@ class Bench:
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
-        of the cases, if the report needs these times or predicts speeds from them."""
-        is_shown = "predicted" in self.results.head["columns"]
-        # The report of a streamed target shows its time of a pass over the draft's
-        is_shown |= self.pair.target_memory is not None and self.pair.draft is not None
-        if is_shown and not self.results.step_times:
+        of the cases, if the table predicts speeds from them."""
+        if "predicted" in self.results.head["columns"] and not self.results.step_times:
             times = measure_step_times(
                 self.pair.target,
                 self.pair.draft,
@@ -208,14 +205,13 @@ class Bench:
         """Return the metrics and counts of a text. `throughput` of measure() is tok/s in tables."""
         case = job.case
         found: Line = asdict(measure(steps))
-        del found["new_tokens"]  # already in the line's key
+        del found["new_tokens"], found["depths"]  # in the line's key; not shown in a table
         if case.is_hf:
             return {name: value for name, value in found.items() if name not in UNREPORTED_METRICS}
         config = case.generation_config()
-        found |= measure_acceptance(steps, config.settings)
+        found["top1_match"] = top1_match(steps)
+        found["code_acceptance"] = code_acceptance(config.settings, found["tokens_per_iter"])
         is_greedy, is_first = case.temperature == 0, job.round == 0
-        if is_greedy and not is_first:  # every round of greedy text has the same counts
-            del found["depths"]
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
         if case.row in METHODS_WITH_P and (is_first or not is_greedy):
@@ -283,8 +279,9 @@ def run_table(bench: Bench) -> int:
         print_line("interrupted")
         return 130
     finally:
-        if bench.results.texts or bench.results.step_times:
+        if bench.results.texts:
             print_table(bench.results, bench.results.head["columns"], bench.args.format)
+        if bench.results.texts or bench.results.step_times:
             print_line(f"results in {bench.file}{resume_hint(bench)}")
     return 0 if is_exact(bench.results) else 1
 
@@ -319,6 +316,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.show is not None:
         require_alone(args, "--show", "--columns", "--format")
         results = read_results(args.show)
+        if not results.texts:
+            raise UsageError(f"{args.show} has no texts yet; use --resume to generate them")
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:

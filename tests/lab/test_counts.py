@@ -16,7 +16,6 @@ from dynatree_lab.metrics import (
     code_acceptance,
     count_calibration,
     measure,
-    measure_acceptance,
     repetition,
     top1_match,
 )
@@ -103,7 +102,7 @@ def test_top1_match_counts_what_is_off_the_path() -> None:
     """Check that off the path, the ran below dog counts, because the target predicts it there."""
     steps = [FIRST, replace(CAT_RAN, verify_ms=1.0), COW]
     assert measure(steps).acceptance_rate == 2 / 10
-    assert measure_acceptance(steps, PaddedAutoregressive()) == {"top1_match": (3 + 1) / 10}
+    assert top1_match(steps) == (3 + 1) / 10
     assert top1_match([FIRST]) == 0.0
 
 
@@ -127,6 +126,13 @@ def test_the_codes_acceptance_is_table_3s(
     assert low <= printed <= high
     others = (PaddedAutoregressive(), Chain(K=0), Deagle())
     assert all(code_acceptance(other, 3.0) is None for other in others)
+
+
+def test_a_path_counts_without_its_tree() -> None:
+    """Check the steps of transformers, whose trees are not known."""
+    found = measure([FIRST, Step([7, 7, 7], FIRST.tree, [0, 1, 2], verify_ms=1.0)])
+    assert found.tokens_per_iter == 3 and found.accepted_per_iter == 2
+    assert found.acceptance_rate == found.drafted_per_iter == 0
 
 
 def test_nodes_and_accepted_ones_by_depth() -> None:

@@ -74,7 +74,6 @@ def test_a_table_has_every_text(measured: tuple[Results, str, Path], capsys: Cap
     assert results.head["machine"]["commit"]
     for text in results.texts.values():
         assert len(results.ids[text["ids_digest"]]) == 6 and text["setup_s"] > 0
-        assert ("depths" in text) == (text["round"] == 0), "equal in later rounds"
         assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
     cells = {row[0]: row[1:] for row in rows_of(results, "predicted", "exact")[1:]}
     assert list(cells) == [case.row for case in results.cases]
@@ -327,7 +326,7 @@ def test_setup_time_counts_only_the_models_that_a_method_loads(
     assert 20 <= hf < 50 <= ar < 100 <= linear
     text = table.measure_text(Job(cases[2], 0, 0))
     assert text["ids"] == [3] * 4 and text["throughput"] == 1000 and text["setup_s"] == hf
-    unknown = {"drafted_per_iter", "acceptance_rate", "depths", "draft_ms", "top1_match"}
+    unknown = {"drafted_per_iter", "acceptance_rate", "draft_ms", "top1_match"}
     assert not unknown & text.keys()
 
 
