@@ -55,9 +55,9 @@ DRAFT_COSTS = {"1/10": 0.1, "1/50": 0.02, "1/500": 0.002}
 MODEL = (
     "Computed from the rows of every pass, medians over the prompts. The model: a pass of the "
     "target over n rows costs 1 + (c - 1)(n - 1) / 15, where 16 rows cost c; a draft pass costs "
-    "the same for any number of rows; no time passes between passes. Passes of real machines bend "
-    "at about 64 rows. A dotted line is what 16 rows cost in a column of the table, with the cost "
-    "of its draft pass, in the panel with the nearest; the GPU's are calculated."
+    "the same for any number of rows; no time passes between passes. A dotted line is what 16 rows "
+    "cost in a column of the table, with the cost of its draft pass, in the panel with the "
+    "nearest; the GPU's are calculated."
 )
 GPU = "paper's GPU, calculated", 1.0, 0.55 / 2.95
 

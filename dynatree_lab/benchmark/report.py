@@ -21,7 +21,7 @@ import pandas as pd
 
 from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
-from dynatree_lab.benchmark.step_times import PASS_COSTS, StepTimes
+from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie
 
@@ -51,6 +51,7 @@ NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the 
 }
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
+SPEEDUPS = ("speedup", "predicted", "x_ar")  # over the baseline; x_ar is one of them in regimes.py
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
 FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration"]
@@ -137,9 +138,9 @@ def is_exact(results: Results) -> bool:
 
 def values(metric: str, texts: pd.DataFrame) -> pd.Series:
     """Return a metric of every text, or nothing if a text lacks it, for example because
-    transformers does not report it. For the speed-up, return the values of texts that have one."""
+    transformers does not report it. Of speed-ups, return those whose baseline was measured."""
     found = texts[metric].dropna()
-    return found if metric == "speedup" or len(found) == len(texts) else found[:0]
+    return found if metric in SPEEDUPS or len(found) == len(texts) else found[:0]
 
 
 def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
@@ -340,13 +341,15 @@ def notes(results: Results) -> Iterator[str]:
 
 def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Iterator[str]:
     """Yield the notes on the times of single passes and on what is predicted from them."""
-    yield f"In passes of one row, the {PASS_COSTS} is {times.pass_costs()} (T_d / T_t in DySpec)."
+    costs, ratio = times.pass_costs()
+    yield f"Target passes of {REPORTED_ROWS} cost {costs} passes of one row."
+    yield f"T_t / T_d, a one-row pass of the target over one of the draft, is {ratio:,.0f}."
     yield from map(times.describe_floor, ("target", "draft"))
     if not times.how:
         return
     yield f"Single passes of the target: {times.how}."
-    costs = ":".join(f"{cost:.2g}" for cost in times.fit_costs())
-    yield f"Costs fitted to these passes: auto costs={costs}."
+    fitted = ":".join(f"{cost:.2g}" for cost in times.fit_costs())
+    yield f"Costs fitted to these passes: auto costs={fitted}."
     if times.read_gb_s:
         medians = texts.groupby("label", sort=False)[["speedup", "predicted"]].median()
         far = (medians.speedup / medians.predicted - 1).loc[lambda off: off.abs() > 0.1]

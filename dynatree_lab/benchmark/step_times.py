@@ -5,7 +5,7 @@ pass over a tree takes little longer than a pass over one token. The times of si
 the rows that the passes of a text had, predict the speed of the text. Its measured speed is lower
 because of the time between the passes.
 
-    times = measure_step_times(target, draft, context=200)
+    times = measure_step_times(target, draft, context=200, max_rows=256, graphs=True)
     times.predict_ms(**count_passes(steps, config))
 """
 
@@ -26,11 +26,7 @@ from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.masks import causal_mask
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.passes import (
-    ROW_COUNTS,
-    SMALL_PASS,
-    PassConfig,
-)
+from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.methods.eagle import EagleHead
@@ -38,8 +34,8 @@ from dynatree_lab.methods.eagle import EagleHead
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
 BURST = 3  # consecutive runs of a pass before the next pass runs
 FITTED_ROWS = 64  # of the largest pass that the costs are fitted to; auto has 48 rows or fewer
-COST_ROWS = [1, 4, 16, 64]
-PASS_COSTS = f"cost of a pass of {', '.join(map(str, COST_ROWS))} rows"  # by StepTimes.pass_costs
+REPORTED = [1, 4, 16, 64]  # rows of the passes whose costs are reported
+REPORTED_ROWS = f"{', '.join(map(str, REPORTED))} rows"
 FIRST_ROWS = 4  # of the first draft pass of an iteration: three committed tokens and the root
 MIN_COST = 0.0001  # in passes of one row; the settings take no cost of 0
 # What passes of target and draft rank on CUDA, as those of DynaTree's default settings
@@ -76,11 +72,11 @@ class StepTimes:
             rows = [self.rows[min(bisect.bisect_left(self.rows, n), last)] for n in rows]
         return numpy.interp(rows, self.rows, ms)
 
-    def pass_costs(self) -> str:
-        """Return what passes of COST_ROWS rows and one of the draft cost, in passes of one row."""
-        ms = self.interpolate(COST_ROWS, self.target_ms)
-        passes = ", ".join(f"{cost:.1f}" for cost in ms / ms[0])
-        return f"{passes}; draft 1/{ms[0] / self.draft_ms[0]:.0f}"
+    def pass_costs(self) -> tuple[str, float]:
+        """Return what the target's passes of REPORTED_ROWS cost, in passes of one row, and DySpec's
+        T_t / T_d: a one-row pass of the target over one of the draft."""
+        ms = self.interpolate(REPORTED, self.target_ms)
+        return ", ".join(f"{cost:.1f}" for cost in ms / ms[0]), ms[0] / self.draft_ms[0]
 
     def fit_costs(self) -> list[float]:
         """Return the costs tree, row, drafting and level that auto and cost gates take, in passes
@@ -131,8 +127,8 @@ def measure_step_times(
     target: FastGPTNeoX,
     draft: FastGPTNeoX,
     context: int,
-    max_rows: int = SMALL_PASS,
-    graphs: bool = True,
+    max_rows: int,
+    graphs: bool,
     n_rounds: int = 5,
 ) -> StepTimes:
     """Return the median times of both models' passes with each number of ROW_COUNTS up to max_rows,
@@ -154,7 +150,7 @@ def measure_step_times(
         if model is target and is_streamed:
             ms, how = streamed_ms(passes, n_rounds)
         else:
-            ms = median_ms(list(passes.values()), n_rounds, BURST)
+            ms = median_ms(list(passes.values()), n_rounds)
         medians.append(ms)
         model.release(cache)
     n_bytes = [step_bytes(model, context) for model in (target, draft)]
@@ -178,15 +174,15 @@ def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], t
     return forward
 
 
-def median_ms(passes: Sequence[Callable], n_rounds: int, burst: int) -> list[float]:
-    """Return the median milliseconds of each pass. In each round every pass runs `burst` times. All
+def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
+    """Return the median milliseconds of each pass. In each round every pass runs BURST times. All
     passes run once before, to warm up."""
     for forward in passes:
         forward()
     samples: list[list[float]] = [[] for _ in passes]
     for _ in range(n_rounds):
         for i, forward in enumerate(passes):
-            samples[i] += [time_ms(forward) for _ in range(burst)]
+            samples[i] += [time_ms(forward) for _ in range(BURST)]
     return [statistics.median(ms) for ms in samples]
 
 

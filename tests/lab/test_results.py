@@ -179,7 +179,8 @@ def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None
     found.step_times = times
     assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "1.00x", ""]
     printed = " ".join(notes(found))
-    assert "a pass of 1, 4, 16, 64 rows is 1.0, 1.5, 4.5, 4.5; draft 1/2 (T_d" in printed
+    assert "passes of 1, 4, 16, 64 rows cost 1.0, 1.5, 4.5, 4.5 passes of one row." in printed
+    assert "T_t / T_d, a one-row pass of the target over one of the draft, is 2." in printed
     assert "auto costs=0.0001:0.45:0.0001:0.5" in printed
     assert printed.endswith("differs from predicted by more than 10 %: no row.")
     lines[1]["throughput"], lines[4]["throughput"] = 120.0, 96.0  # all but one are 1.2 times ar's
