@@ -1,7 +1,7 @@
-"""Tests of docs/exercises.md: each solution applies to a copy of the six files and gives what the
-page says. The page's command runs in a process, which imports for half of its seconds.
+"""Tests of docs/exercises.md: each solution applies to the six files. In the slow tests, the page's
+command runs in a patched copy and gives what the page says.
 
-python -m pytest tests/lab/test_exercises.py
+python -m pytest -m "slow or not slow" tests/lab/test_exercises.py
 """
 
 import os
@@ -32,7 +32,17 @@ def is_exact(row: dict[str, str]) -> bool:
     return n_exact == n_texts
 
 
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+
+
+@needs_git
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_solution_applies(number: str) -> None:
+    subprocess.run(["git", "apply", "--check", f"docs/{SOLUTIONS[number]}"], cwd=ROOT, check=True)
+
+
+@needs_git
+@pytest.mark.slow
 @pytest.mark.parametrize("number", EXERCISES)
 def test_a_solution_does_what_the_page_says(number: str, tmp_path: Path) -> None:
     """Compare `exact` by whether all texts are, because another processor may change a count."""

@@ -277,9 +277,9 @@ def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_pat
     assert {*TABLES["main"].parts[0].rows} == {*PROJECT_METHODS}
 
 
+@pytest.mark.slow
 def test_the_page_works_in_an_empty_folder(tmp_path: Path) -> None:
-    """Run the first example of docs/method.md and its commands as printed, but with short texts. It
-    takes 6 s: three processes load torch."""
+    """Run the first example of docs/method.md and its commands as printed, but with short texts."""
     page = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
     code, commands = re.findall(r"^```(?:python|bash)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[
         :2
