@@ -208,6 +208,18 @@ def test_an_interrupted_table_keeps_its_results(
     assert main([f"--resume={file}"]) == 0 and load(file) == resumed, "a text was measured again"
 
 
+def test_a_table_of_times_without_a_text_is_not_shown(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    end_at(1, KeyboardInterrupt(), monkeypatch)
+    file = tmp_path / "r.jsonl"
+    assert main([*BRIEF, "--columns", "predicted", "--output", str(file)]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "" and "texts are missing; resume with: " in captured.err
+    line = error_line(capsys, main, ["--show", str(file)])
+    assert "r.jsonl has no texts yet; use --resume to generate them" in line
+
+
 def test_a_table_without_a_text_leaves_no_file(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

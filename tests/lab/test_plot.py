@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas
 import pytest
 from small import Captured, error_line
 from test_results import AR, make_head, make_text, write_results
@@ -65,6 +66,14 @@ def test_shares_are_of_ten_candidates_or_more(drawn: dict[str, "Figure"]) -> Non
     points = panels[0].lines[0].get_xydata().tolist()
     # Of four prompts; 8 candidates of probability above 0.1 are too few
     assert points == [[0.025, 0.5], [pytest.approx(0.075), 1.0]]
+
+
+def test_too_many_panels_are_not_drawn() -> None:
+    calibration = pytest.importorskip("dynatree_lab.benchmark.figures").calibration
+    counts = {"drafted": [90], "top1_match": [45]}
+    labels = [f"linear T={n}" for n in range(25)]
+    texts = {"label": labels, "method": "linear", "calibration": [counts] * 25}
+    assert calibration(pandas.DataFrame(texts)) is None
 
 
 def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
