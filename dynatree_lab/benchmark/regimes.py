@@ -45,14 +45,14 @@ def load_runs(folder: Path) -> dict[str, Results]:
 
 
 def column_frames(runs: dict[str, Results]) -> dict[str, pd.DataFrame]:
-    """Return the texts of each column, with their `x_ar`. Those of the streamed column are the
-    embedded pair's, predicted from the streamed passes, but MEASURED rows are from their run."""
-    frames = {name: text_frame(runs[name]).assign(x_ar=lambda f: f.speedup) for name in TITLES}
+    """Return the texts of each column. Those of the streamed column are the embedded pair's, with
+    the speedup predicted from the streamed passes, but MEASURED rows are from their run."""
+    frames = {name: text_frame(runs[name]) for name in TITLES}
     times = runs["streamed"].step_times
     is_measured = frames["streamed"].row.isin(MEASURED)
     measured = frames["streamed"][is_measured].assign(prompt=ELSEWHERE)
     computed, given = (
-        text_frame(replace(runs[name], step_times=times)).assign(x_ar=lambda f: f.predicted)
+        text_frame(replace(runs[name], step_times=times)).assign(speedup=lambda f: f.predicted)
         for name in ("embedded", "auto")
     )
     given = given[given.row != "ar"].assign(row=GIVEN)
@@ -98,7 +98,7 @@ def row_cells(row: str, frames: dict[str, pd.DataFrame]) -> list[str]:
     of_row = {name: texts[texts.row == row] for name, texts in frames.items()}
     greedy = of_row["streamed"] if row == GIVEN else of_row["embedded"]
     n_rows = f"{1 + greedy.drafted_per_iter.median():.1f}"
-    metric, form = ("throughput", "{:.3g}") if row == "ar" else ("x_ar", "{:.2f}x")
+    metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
     cells = [median_cell(metric, form, of_row[name]) for name in TITLES]
     return [n_rows, median_cell("tokens_per_iter", "{:.2f}", greedy), *cells]
 

@@ -51,7 +51,6 @@ NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the 
 }
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = (*RATES, "wall")
-SPEEDUPS = ("speedup", "predicted", "x_ar")  # over the baseline; x_ar is one of them in regimes.py
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
 FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration"]
@@ -140,7 +139,7 @@ def values(metric: str, texts: pd.DataFrame) -> pd.Series:
     """Return a metric of every text, or nothing if a text lacks it, for example because
     transformers does not report it. Of speed-ups, return those whose baseline was measured."""
     found = texts[metric].dropna()
-    return found if metric in SPEEDUPS or len(found) == len(texts) else found[:0]
+    return found if metric in ("speedup", "predicted") or len(found) == len(texts) else found[:0]
 
 
 def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
