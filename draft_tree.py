@@ -110,11 +110,9 @@ class Level:
         return numpy.exp(self.logprobs[:, 0])
 
 
-# draft(tokens, parents, k) runs n nodes of one level and returns k candidates below each of them.
-# If all nodes of the example were expanded, the tokens and parents of its calls would be: [the],
-# None; [cat, dog], [0, 0]; [sat, ran, ran], [0, 0, 1]. So parents[i] is the index of node i's
-# parent among the tokens of the previous call. The first call runs the root; its parents are None
-Draft = Callable[[list[int], list[int] | None, int], Candidates]
+# draft(tree, rows, k) runs these rows of the tree, which are one level, and returns k candidates
+# below each of them. The first call for a tree runs the root: its rows are [0]
+Draft = Callable[[Tree, list[int], int], Candidates]
 
 # Conditions by name: each is bool [n, k], or one bool for all. A candidate must meet all of them.
 Gates = Mapping[str, ndarray | bool]
@@ -128,13 +126,12 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
     """
     tree = Tree.from_root(root_token)
     frontier = [0]  # the rows to run next
-    parent_indices = None  # of the frontier's rows, as defined for Draft
     next_slot = 0
     n_levels = rule.begin_tree(root_token, max_depth)
     for depth in range(n_levels):
         if not frontier or len(tree) >= rule.max_rows:
             break
-        found = draft([tree.tokens[row] for row in frontier], parent_indices, rule.max_branches)
+        found = draft(tree, frontier, rule.max_branches)
         tokens, logprobs, entropy = checked(found, len(frontier), vocab_size)
         for row in frontier:
             tree.draft_slots[row] = next_slot
@@ -144,7 +141,7 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
         level = Level(depth, tokens, logprobs, path_logprobs, entropy)
         is_added = passing(level, rule.add_gates(level))
         is_expanded = passing(level, rule.expand_gates(level))  # counts only for added candidates
-        parents, frontier, parent_indices = frontier, [], []
+        parents, frontier = frontier, []
         # i is an index into `parents`, rank a column. The order is breadth-first: parent by parent
         for i, rank in numpy.argwhere(is_added).tolist():
             if len(tree) >= rule.max_rows:
@@ -153,7 +150,6 @@ def grow(rule: "Rule", root_token: int, draft: Draft, max_depth: int, vocab_size
             row = tree.add(tokens.item(i, rank), parents[i], logprob)
             if is_expanded[i, rank]:
                 frontier.append(row)
-                parent_indices.append(i)
     return rule.finish_tree(tree)
 
 

@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy
 import torch
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
@@ -37,7 +36,7 @@ from torch import Tensor
 from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, draw, grow
 from gpt_neox import GPTNeoX, Model, find_checkpoint
 from sampling import Sampler
-from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
+from verify import Acceptance, NonFiniteLogits, accept_greedy, ancestor_mask, cut, tree_inputs
 
 TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the default pair
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
@@ -61,8 +60,9 @@ class Drafter:
         """Begin a text. capacity: cache slots for the whole text and a tree. vocab_size: the
         target's; candidates are ids below it."""
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        """Run n nodes of a tree and return k candidates below each, as draft_tree.Draft says."""
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        """Run these rows of a tree, one level, and return k candidates below each (a
+        draft_tree.Draft). rows is [0] in the first call for a tree."""
         raise NotImplementedError(f"{type(self).__name__} has no draft")
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
@@ -88,9 +88,8 @@ class ModelDrafter(Drafter):
         self.vocab_size = vocab_size
         self.uncached = list(prompt)
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        # In the first call `tokens` is the root, which is the last of `uncached`
-        logits = self.run_uncached() if parents is None else self.run_level(tokens, parents)
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        logits = self.run_uncached() if rows == [0] else self.run_level(tree, rows)
         return self.choose(logits[:, : self.vocab_size], k)
 
     def run_uncached(self) -> Tensor:
@@ -100,22 +99,17 @@ class ModelDrafter(Drafter):
         self.uncached = []
         logits = self.model.prefill(ids, self.cache)
         self.root_slot = self.cache.length - 1  # in the cache; the older slots are committed
-        self.depth = 0  # of the latest level
-        # Row i of the latest level attends to the rows of this tree where mask[i] is True
-        self.mask = numpy.ones((1, 1), dtype=bool)
+        self.parents = [-1]  # of the rows that are run, by draft slot: each parent's draft slot
         return logits
 
-    def run_level(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """Run n nodes, one level below the latest one. Return the logits [n, V] after them. A node
-        attends to all that its parent attends to, and to itself."""
-        n = len(tokens)
-        self.depth += 1
-        positions = torch.full((n,), self.root_slot + self.depth)
-        # The parents' rows of the mask, and a column for each new node
-        self.mask = numpy.concatenate([self.mask[parents], numpy.eye(n, dtype=bool)], axis=1)
-        mask = torch.from_numpy(self.mask)
-        logits = self.model.forward(torch.tensor(tokens), positions, self.cache, mask)
-        self.cache.length += n  # the next level comes after it; `commit` rewinds
+    def run_level(self, tree: Tree, rows: list[int]) -> Tensor:
+        """Run n rows, one level below the latest one. Return the logits [n, V] after them."""
+        self.parents += [tree.draft_slots[tree.parents[row]] for row in rows]
+        mask = ancestor_mask(self.parents)[-len(rows) :]  # as for the target's pass
+        tokens = torch.tensor([tree.tokens[row] for row in rows])
+        positions = torch.full((len(rows),), self.root_slot + tree.depths[rows[0]])
+        logits = self.model.forward(tokens, positions, self.cache, torch.from_numpy(mask))
+        self.cache.length += len(rows)  # the next level comes after it; `commit` rewinds
         return logits
 
     def choose(self, logits: Tensor, k: int) -> Candidates:

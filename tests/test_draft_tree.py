@@ -167,15 +167,15 @@ INVALID_CANDIDATES = [
 @pytest.mark.parametrize(("found", "message"), INVALID_CANDIDATES)
 def test_invalid_candidates_are_an_error(found: Candidates, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        grown(DynaTree().make_rule(), lambda tokens, parents, k: found)
+        grown(DynaTree().make_rule(), lambda tree, rows, k: found)
 
 
 def test_a_log_probability_above_0_counts_as_0() -> None:
     """Check what rounding may give. It once made a path likelier than its parent's."""
 
-    def draft(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        logprobs = numpy.array([[1e-7, -1.0]], numpy.float32).repeat(len(tokens), axis=0)
-        return Candidates(numpy.arange(2)[None].repeat(len(tokens), axis=0), logprobs)
+    def draft(tree: Tree, rows: list[int], k: int) -> Candidates:
+        logprobs = numpy.array([[1e-7, -1.0]], numpy.float32).repeat(len(rows), axis=0)
+        return Candidates(numpy.arange(2)[None].repeat(len(rows), axis=0), logprobs)
 
     tree = grown(Rule(2, 2, 9), draft)
     assert tree.path_logprobs == [0.0, 0.0, -1.0, 0.0, -1.0, -1.0, -2.0]

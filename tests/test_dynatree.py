@@ -16,7 +16,7 @@ import torch
 from pairs import DRAFTS, VOCAB, build_model, generate_greedy, make_draft, target_weights
 from pytest import MonkeyPatch
 from small import assert_close, broken_at, noisy_pair, prefilled, random_model, run
-from trees import random_settings
+from trees import path_to, random_settings
 
 from draft_tree import Autoregressive, Candidates, DynaTree, DynaTreeRule, Gates, Level, Tree
 from dynatree import Drafter, ModelDrafter, Step, generate
@@ -144,20 +144,18 @@ def checked_steps(
 def test_a_level_has_the_candidates_of_its_own_paths() -> None:
     """Compare all log-probabilities of every level with a pass over the path of each row."""
     target, draft = noisy_pair(3)
-    text, level, n_rows = list(PROMPT), [], []
+    text, n_rows = list(PROMPT), []
 
     class Checked(ModelDrafter):
-        def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-            nonlocal level
-            above = [level[parent] for parent in parents] if parents else [text[:-1]]
-            level = [path + [token] for path, token in zip(above, tokens, strict=True)]
-            found = super().draft(tokens, parents, k)
-            for row, path in enumerate(level):
+        def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+            found = super().draft(tree, rows, k)
+            for row, end in enumerate(rows):
+                path = text + [tree.tokens[above] for above in path_to(tree, end)[1:]]
                 expected = torch.log_softmax(run(draft, path)[-1], dim=-1)
                 ids, logprobs = (torch.from_numpy(part[row]) for part in found[:2])
                 assert_close(logprobs, expected[ids])
                 assert_close(logprobs, expected.sort(descending=True).values[:k])
-            n_rows.append(len(level))
+            n_rows.append(len(rows))
             return found
 
     for step in generate(target, Checked(draft), PROMPT, WIDE.make_rule(), 20):
@@ -250,10 +248,9 @@ class Copier(Drafter):
         self.text = text
         self.committed: list[int] = []
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        self.depth = 0 if parents is None else self.depth + 1
-        following = self.text[len(self.committed) + self.depth]
-        ids = torch.tensor([[following]]).repeat(len(tokens), 1).numpy()
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        following = self.text[len(self.committed) + tree.depths[rows[0]]]
+        ids = torch.tensor([[following]]).repeat(len(rows), 1).numpy()
         return Candidates(ids, numpy.zeros(ids.shape, numpy.float32))
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:

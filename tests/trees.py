@@ -116,7 +116,7 @@ def top_k(logits: Tensor, k: int) -> Candidates:
 class FakeDraft:
     """A draft whose logits depend only on the path. They are peaked below some, flat below others.
 
-    It finds a row's path by the parents that grow gives it, so a wrong parent gives other logits.
+    It finds a row's path in the tree that grow gives it, so a wrong parent gives other logits.
     """
 
     def __init__(self, seed: int, changed: dict[Path, Tensor] | None = None):
@@ -133,13 +133,8 @@ class FakeDraft:
         logits = heat * torch.randn(VOCAB, generator=generator)
         return self.changed.get(path, logits)
 
-    def __call__(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        above = [()]
-        if parents is not None:
-            above = [self.level[parent] for parent in parents]
-        self.level = []
-        for path, token in zip(above, tokens, strict=True):
-            self.level.append(path + (token,))
+    def __call__(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        self.level = [tuple(tree.tokens[above] for above in path_to(tree, row)) for row in rows]
         self.ran += self.level
         self.n_calls += 1
         return self.choose(torch.stack([self.logits(path) for path in self.level]), k)

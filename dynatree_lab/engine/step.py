@@ -60,10 +60,10 @@ class TimedDrafter(Drafter):
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.drafter.start(prompt, capacity, vocab_size)
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         began = time.perf_counter()
-        found = self.drafter.draft(tokens, parents, k)
-        if parents is None:
+        found = self.drafter.draft(tree, rows, k)
+        if rows == [0]:
             self.of_root = found  # checked by draft_tree.grow
         self.ms += (time.perf_counter() - began) * 1e3
         return found

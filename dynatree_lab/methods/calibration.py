@@ -56,10 +56,10 @@ class CalibratedDrafter(Drafter):
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.drafter.start(prompt, capacity, vocab_size)
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        if parents is None:
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        if rows == [0]:
             self.tokens, self.inputs, self.draft_logprobs = [], [], []
-        candidates = self.drafter.draft(tokens, parents, k)
+        candidates = self.drafter.draft(tree, rows, k)
         self.draft_logprobs.append(candidates.logprobs)
         return candidates._replace(logprobs=self.calibrate(candidates))
 

@@ -40,10 +40,10 @@ class DrawnDrafter(ModelDrafter):
         super().__init__(model)
         self.sampler, self.n_drawn, self.has_entropy = sampler, n_drawn, has_entropy
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        if parents is None:
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        if rows == [0]:
             self.sampler.draft_probs = []
-        return super().draft(tokens, parents, k)
+        return super().draft(tree, rows, k)
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
         probs = self.level_probs = self.sampler.draft_distribution(logits)  # [n, V]

@@ -113,9 +113,9 @@ class EagleHead:
         cache.kv[0, 1, :, cache.length : cache.length + n] = split_heads(states, cache.kv)
 
 
-def last_states(cache: KVCache, n: int) -> Tensor:
-    """Return the states [n, hidden] that a head has predicted in the n newest slots of a cache."""
-    return cache.kv[1, 1, :, cache.length - n : cache.length].transpose(0, 1).flatten(1)
+def predicted_states(cache: KVCache, slots: list[int]) -> Tensor:
+    """Return the states [n, hidden] that a head has predicted in these n slots of a cache."""
+    return cache.kv[1, 1, :, slots].transpose(0, 1).flatten(1)
 
 
 def head_of(draft: object) -> EagleHead | None:
@@ -163,15 +163,15 @@ class EagleDrafter(HiddenDrafter):
     def observe_hidden(self, hidden: Tensor) -> None:
         self.observed.append(hidden.to(self.head.dtype, copy=True))
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         cache = self.drafter.cache
-        if parents is None:  # the root: the pass runs all uncached tokens
+        if rows == [0]:  # the pass runs all uncached tokens
             cache.next_states, self.states = torch.cat(self.states), []
         else:
-            cache.next_states = self.level_states[parents]
-        found = self.drafter.draft(tokens, parents, k)
-        self.level_states = last_states(cache, len(tokens))  # [n, hidden]
-        return found
+            parents = [tree.draft_slots[tree.parents[row]] for row in rows]
+            slots = [self.drafter.root_slot + slot for slot in parents]
+            cache.next_states = predicted_states(cache, slots)
+        return self.drafter.draft(tree, rows, k)
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
         # With a path of the root alone, no drafted row stays in the cache, and all accepted tokens

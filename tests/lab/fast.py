@@ -21,7 +21,7 @@ from dynatree_lab.engine.eagle_head import FastHead
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.methods.eagle import EagleHead, StateTransformer, last_states, with_states
+from dynatree_lab.methods.eagle import EagleHead, StateTransformer, predicted_states, with_states
 from gpt_neox import Config, GPTNeoX, KVCache
 
 # As in small.py, but fast models if no other `kind` is given
@@ -74,7 +74,7 @@ def predict_states(head: EagleHead, tokens: list[int], states: Tensor) -> Tensor
     cache = head.new_cache(len(tokens))
     cache.next_states = states
     head.prefill(tokens, cache)
-    return last_states(cache, len(tokens))
+    return predicted_states(cache, list(range(len(tokens))))
 
 
 class PlainStateTransformer(StateTransformer):

@@ -12,7 +12,7 @@ from test_exactness import make_draft
 from test_retrieval import assert_in_order
 from trees import FakeDraft, path_to, paths, top_k
 
-from draft_tree import Candidates
+from draft_tree import Candidates, Tree
 from dynatree_lab.engine.generate import Step
 from dynatree_lab.methods.auto import INITIAL_RATES, PRIOR_WEIGHT, Auto, AutoRule, NGramAcceptance
 from dynatree_lab.methods.rules import are_retrieved
@@ -133,9 +133,9 @@ def test_a_perfect_cheap_draft_is_used_and_a_useless_one_is_dropped() -> None:
     assert 0 < count_drafting(steps) < len(steps) / 8
 
 
-def draft_overflow(tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+def draft_overflow(tree: Tree, rows: list[int], k: int) -> Candidates:
     """Return the candidates of a draft whose logits are all nan."""
-    return top_k(torch.full((len(tokens), N_IDS), math.nan), k)
+    return top_k(torch.full((len(rows), N_IDS), math.nan), k)
 
 
 def test_the_drafts_run_of_the_root_is_kept_if_nothing_was_drafted() -> None:

@@ -31,7 +31,7 @@ class ScriptedDrafter(Drafter):
 
     proposed: Candidates
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         return self.proposed
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
@@ -50,7 +50,7 @@ def calibrated_probs(drafter: CalibratedDrafter, *p: float) -> list[float]:
     with numpy.errstate(divide="ignore"):
         logprobs = numpy.log(numpy.array([p], numpy.float32))
     drafter.drafter.proposed = Candidates(numpy.arange(len(p))[None], logprobs)
-    return numpy.exp(drafter.draft([99], None, len(p)).logprobs)[0].tolist()
+    return numpy.exp(drafter.draft(Tree.from_root(99), [0], len(p)).logprobs)[0].tolist()
 
 
 def teach(
@@ -132,8 +132,8 @@ def test_a_node_below_a_rejected_one_is_not_learned(is_drawn: bool) -> None:
     drafter, learned = make_drafter(is_drawn), []
     drafter.newton_step = lambda x, is_accepted: learned.append(is_accepted)
     calibrated_probs(drafter, 0.4)
-    drafter.draft([0], [0], 1)  # token 0 is the root's only child, and has one itself
     tree = make_tree([99, 0, 0], [-1, 0, 1])
+    drafter.draft(tree, [1], 1)  # token 0 is the root's only child, and has one itself
     tree.draft_slots[:2] = 0, 1
     drafter.commit(tree, [0], [5])
     assert learned == [False]

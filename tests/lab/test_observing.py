@@ -39,8 +39,9 @@ class Watching(HiddenDrafter):
     def observe_hidden(self, hidden: Tensor) -> None:
         self.seen.append(hidden.clone())
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        ids = (numpy.array(tokens)[:, None] + numpy.arange(k)) % self.vocab_size
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        tokens = numpy.array([tree.tokens[row] for row in rows])
+        ids = (tokens[:, None] + numpy.arange(k)) % self.vocab_size
         return Candidates(ids, numpy.full(ids.shape, -1.0, numpy.float32))
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:

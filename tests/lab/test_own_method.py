@@ -43,8 +43,8 @@ class Counting(ModelDrafter):
 class Repeating(Drafter):
     """Proposes each token again, without a draft model."""
 
-    def draft(self, tokens: list[int], parents: list[int] | None, k: int) -> Candidates:
-        return ModelDrafter.choose(self, one_hot(tokens), 1)
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        return ModelDrafter.choose(self, one_hot([tree.tokens[row] for row in rows]), 1)
 
 
 def one_hot(tokens: list[int]) -> Tensor:

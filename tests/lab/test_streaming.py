@@ -5,6 +5,7 @@ import torch
 from fast import append, generate, random_model
 from small import assert_close, prefilled, random_config, random_tensors
 from test_exactness import generate_streaming
+from trees import make_tree
 
 from draft_tree import Tree
 from dynatree import ModelDrafter
@@ -88,11 +89,11 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -
     text = torch.randint(96, (n_uncached + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         drafter.start(text[:9], 240, 96)
-        drafter.draft(text[8:9], None, 96)
         tree = Tree.from_root(text[8])
+        drafter.draft(tree, [0], 96)
         tree.draft_slots = [0]
         drafter.commit(tree, [0], text[9:])
-        candidates = drafter.draft(text[-1:], None, 96)
+        candidates = drafter.draft(Tree.from_root(text[-1]), [0], 96)
         _, expected = generate_streaming(draft, text, Window(12, 2), 0)
     assert candidates.tokens[0].tolist() == expected.argsort(descending=True).tolist()
 
@@ -105,6 +106,8 @@ def test_levels_of_a_tree_drop_nothing() -> None:
     drafter = ModelDrafter(run)
     with torch.inference_mode():
         drafter.start(list(range(window.max_length - 3)), 240, 96)
-        drafter.draft([window.max_length - 4], None, 3)
-        drafter.draft([5, 6, 7], [0, 0, 0], 3)
+        tree = make_tree([window.max_length - 4, 5, 6, 7], [-1, 0, 0, 0])
+        drafter.draft(tree, [0], 3)
+        tree.draft_slots[0] = 0
+        drafter.draft(tree, [1, 2, 3], 3)
     assert run.cache.n_dropped == 0 and run.cache.length == window.max_length
