@@ -49,8 +49,7 @@ from dynatree import (
     measure,
     parse_settings,
 )
-from gpt_neox import Model
-from verify import NonFiniteLogits
+from gpt_neox import Model, NonFiniteLogits
 
 TIE = 1e-4  # two float32 logits are nearly equal if they differ by less
 

@@ -34,9 +34,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, draw, grow
-from gpt_neox import GPTNeoX, Model, find_checkpoint
+from gpt_neox import GPTNeoX, Model, NonFiniteLogits, find_checkpoint
 from sampling import Sampler
-from verify import Acceptance, NonFiniteLogits, accept_greedy, ancestor_mask, cut, tree_inputs
+from verify import Acceptance, accept_greedy, ancestor_mask, cut, tree_inputs
 
 TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the default pair
 METHODS = {"ar": Autoregressive, "dynatree": DynaTree}  # of the command line below
@@ -146,8 +146,8 @@ def generate(
         eos_ids: tokens that end the text; target.config.eos_ids are those of the checkpoint.
         accept: accept_greedy, or a new Sampler for sampled text.
 
-    The first next() raises ValueError if an argument is invalid. Raises NonFiniteLogits if the
-    target overflows.
+    The first next() raises ValueError if an argument is invalid. Raises NonFiniteLogits if a model
+    overflows.
     """
     vocab_size, n_left = target.config.vocab_size, max_new_tokens
     prompt = [operator.index(token) for token in prompt]

@@ -151,7 +151,7 @@ class KVCache:
     """
 
     def __init__(self, kv: Tensor, rotary: Tensor, capacity: int):
-        self.kv = kv  # [2, L, H, capacity, D], keys and values, all finite (see Attention)
+        self.kv = kv  # [2, L, H, capacity, D], keys and values
         self.rotary = rotary  # complex64 [capacity, R / 2], rotary_table of positions [0, capacity)
         self.capacity = capacity
         self.length = 0
@@ -204,16 +204,7 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(0, 1).unbind(2)  # [H, n, D] each
         q, k = rotate(q, rotary), rotate(k, rotary)
         n, n_slots = mask.shape
-        new = torch.stack((k, v))  # [2, H, n, D]
-        # What happens when a row overflows: a masked slot adds 0 times its value, and 0 x nan is
-        # nan, so the row would spoil rows that do not attend to it. Therefore the cache gets 0 in
-        # place of what is not finite, and the row gets a query of nan, so its own logits are nan.
-        # Rows that attend to it look finite, but are wrong. Nobody reads them: `prefill` returns
-        # nan, a draft's nan adds no candidate (draft_tree.checked), and no path of a tree goes
-        # through the row (verify.finite_rows)
-        kv[:, :, n_slots - n : n_slots] = new.nan_to_num(nan=0, posinf=0, neginf=0)
-        is_finite = new.isfinite().all(dim=0).all(dim=-1)  # [H, n]
-        q = q.masked_fill(~is_finite[..., None], torch.nan)
+        kv[:, :, n_slots - n : n_slots] = torch.stack((k, v))
         k, v = kv[:, :, :n_slots]  # [H, S, D] each
         attended = F.scaled_dot_product_attention(q, k, v, mask)
         return self.dense(attended.transpose(0, 1).flatten(1))
@@ -263,8 +254,7 @@ class Transformer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, tokens: Tensor, rotary: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-        """Return the last hidden states [n, hidden] of tokens [n], before the final norm; nan or
-        infinite in a row that overflowed.
+        """Return the last hidden states [n, hidden] of tokens [n], before the final norm.
 
         Args:
             rotary: [n, R / 2], of the rows' positions.
@@ -398,19 +388,35 @@ class GPTNeoX(nn.Module):
         return self.gpt_neox(tokens.to(self.device), rotary, cache.kv, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, V] of last hidden states [n, hidden]."""
-        return self.embed_out(self.gpt_neox.final_layer_norm(hidden)).float()
+        """Return the logits [n, V] of last hidden states [n, hidden]. Raises NonFiniteLogits."""
+        return finite(self.embed_out(self.gpt_neox.final_layer_norm(hidden)).float())
 
     def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
         """Run and keep the next tokens of the sequence, in chunks, and return the logits [1, V]
-        after the last one; nan if any token overflowed (see Attention)."""
-        is_finite = torch.tensor(True, device=self.device)
+        after the last one, which attends to all others, so it raises if one overflowed."""
         for ids in torch.tensor(tokens).split(PREFILL_CHUNK):
             positions = torch.arange(cache.length, cache.length + len(ids))
             x = self.hidden(ids, positions, cache)
-            is_finite &= x.isfinite().all()
             cache.commit(range(len(ids)))
-        return self.logits(x[-1:].masked_fill(~is_finite, torch.nan))
+        return self.logits(x[-1:])
+
+
+class NonFiniteLogits(Exception):
+    """A model's logits hold nan or +inf, so no token can be chosen."""
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Return the logits [n, V] of a pass. Raises NonFiniteLogits if any is nan or +inf.
+
+    One row that overflows may spoil the others: a masked slot adds 0 times its value to attention,
+    and 0 x nan is nan. So no row of such a pass can be used.
+    """
+    if not (logits < torch.inf).all():  # False for nan, too
+        raise NonFiniteLogits(
+            "the logits are nan or inf: the model overflows, or a weight is nan; small Pythia "
+            "models overflow in float16, so use bfloat16 or float32"
+        )
+    return logits
 
 
 def untied_if_head_differs(config: Config, tensors: Mapping[str, Tensor]) -> Config:

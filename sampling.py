@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
-from verify import finite_rows
 
 FIXED_POINT_ONE = 2**40  # probability 1 as an integer
 
@@ -49,8 +48,7 @@ class Sampler:
         self.random = Random(int(seed))
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-        """Return the accepted rows and the token after each. Raises as finite_rows does."""
-        is_finite = finite_rows(logits)
+        """Return the accepted rows and the token after each."""
         probs = probabilities(logits, self.temperature, self.top_p)
         path = [0]
         residual = probs[0]  # not normalised: R(x) = residual[x] / residual.sum()
@@ -61,11 +59,9 @@ class Sampler:
             p, total = torch.stack((residual[token], residual.sum())).tolist()  # one device read
             if self.random.random() * total >= p:  # rejected, with probability 1 - R(token)
                 residual[token] = 0
-            elif is_finite[row]:
+            else:
                 path.append(row)
                 residual = probs[row]
-            else:  # accepted, but no token can follow it: its token is the bonus token
-                return path, [*path_tokens(tree, path), token]
         return path, [*path_tokens(tree, path), self.draw(residual)]
 
     def draw(self, probs: Tensor) -> int:

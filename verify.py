@@ -24,10 +24,6 @@ from draft_tree import Tree
 Acceptance = Callable[[Tree, Tensor], tuple[list[int], list[int]]]
 
 
-class NonFiniteLogits(Exception):
-    """The target's logits hold nan or +inf, so it has no next token."""
-
-
 def tree_inputs(tree: Tree, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens [N], positions [N] and mask [N, N] of the target's pass over a tree, which
     follows `length` committed tokens. All are on the host.
@@ -50,44 +46,13 @@ def ancestor_mask(parents: Sequence[int]) -> ndarray:
 
 
 def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-    """Accept each node whose token is the target's best one after an accepted parent. Raises
-    NonFiniteLogits and ValueError, as finite_rows does."""
-    return accept_best(tree, logits.argmax(dim=-1).tolist(), finite_rows(logits))
-
-
-def accept_best(
-    tree: Tree, best: Sequence[int], is_finite: Sequence[bool]
-) -> tuple[list[int], list[int]]:
-    """Do what accept_greedy does, for a caller that has the best tokens and the finite rows. The
-    accepted nodes are one path, because each is a child of the one before it."""
-    path = [0]
+    """Accept each node whose token is the target's best one after an accepted parent. These nodes
+    are one path, because siblings have distinct tokens."""
+    best, path = logits.argmax(dim=-1).tolist(), [0]
     for row in range(1, len(tree)):  # a parent comes before its children, so one scan is enough
-        last = path[-1]
-        if tree.parents[row] == last and tree.tokens[row] == best[last] and is_finite[row]:
+        if tree.parents[row] == path[-1] and tree.tokens[row] == best[path[-1]]:
             path.append(row)
     return path, [best[row] for row in path]
-
-
-def finite_rows(logits: Tensor) -> list[bool]:
-    """Return which rows have a best token: those whose highest logit is finite. A row that
-    overflowed has nan or +inf. -inf only forbids a token, but a row may forbid all of them.
-
-    An acceptance must not accept a row without a best token, because no token can follow it. If the
-    parent's logits choose this row's token all the same, it is the bonus token, and as the root of
-    the next pass it raises.
-
-    Raises NonFiniteLogits if row 0 overflowed, and ValueError if it forbids every token.
-    """
-    highest = logits.amax(dim=-1)  # nan if any is nan
-    is_finite = highest.isfinite().tolist()
-    if is_finite[0]:
-        return is_finite
-    if highest[0] == -torch.inf:
-        raise ValueError("the target's logits are -inf for every token, so none can follow")
-    raise NonFiniteLogits(
-        "the target's logits are nan or inf: it overflows, or a weight is nan; small Pythia models "
-        "overflow in float16, so use bfloat16 or float32"
-    )
 
 
 def cut(tokens: list[int], eos_ids: set[int], limit: int) -> list[int]:

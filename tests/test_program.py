@@ -195,7 +195,7 @@ MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words
     (MODELS, ("tokenizer.json", "{"), "model/tokenizer.json is not a tokenizer: "),
     (MODELS, ("tokenizer.json", Path.unlink), "No such file or directory: 'model/tokenizer.json'"),
     (MODELS, ("model.safetensors", cut_short), "error: "),
-    (MODELS, ("model.safetensors", plant_nan), "the target's logits are nan or inf: it overflows"),
+    (MODELS, ("model.safetensors", plant_nan), "the logits are nan or inf: the model overflows"),
 ]
 
 

@@ -13,8 +13,7 @@ import torch
 from trees import make_tree, path_to, random_tree
 
 from draft_tree import MAX_ROWS, Tree
-from sampling import Sampler
-from verify import Acceptance, NonFiniteLogits, accept_greedy, cut, tree_inputs
+from verify import accept_greedy, cut, tree_inputs
 
 
 def children_of(tree: Tree, row: int) -> list[int]:
@@ -80,35 +79,3 @@ def test_a_node_attends_to_its_own_path(length: int) -> None:
             path = path_to(tree, row)
             assert mask[row].nonzero().flatten().tolist() == path
             assert positions[row] == length + len(path) - 1
-
-
-def test_a_path_ends_before_a_row_that_is_not_finite() -> None:
-    """Check that the row's token may be the bonus token. A root that is not finite is an error."""
-    tree = make_tree([1, 2, 3], [-1, 0, 1])
-    logits = torch.eye(5)[[2, 3, 4]]
-    assert accept_greedy(tree, logits) == ([0, 1, 2], [2, 3, 4])
-    logits[2, 0] = torch.nan
-    assert accept_greedy(tree, logits) == ([0, 1], [2, 3])
-    for value in (torch.inf, torch.nan):
-        logits[0, 0] = value
-        with pytest.raises(NonFiniteLogits, match="nan.*use bfloat16 or float32"):
-            accept_greedy(tree, logits)
-
-
-@pytest.mark.parametrize("accept", [accept_greedy, Sampler(1.0)], ids=["greedy", "sampled"])
-def test_a_forbidden_token_is_no_overflow(accept: Acceptance) -> None:
-    check_forbidden_tokens(accept)
-
-
-def check_forbidden_tokens(accept: Acceptance) -> None:
-    """Check logits of -inf, as logits processors write them. A row that forbids every token ends
-    the path, and as the root it is an error of its own."""
-    tree = make_tree([1, 2, 3], [-1, 0, 1])
-    logits = torch.full((3, 5), -torch.inf)
-    logits[[0, 1, 2], [2, 3, 4]] = 7.0
-    assert accept(tree, logits) == ([0, 1, 2], [2, 3, 4])
-    logits[2] = -torch.inf
-    assert accept(tree, logits) == ([0, 1], [2, 3])
-    logits[0] = -torch.inf
-    with pytest.raises(ValueError, match="-inf for every token, so none can follow"):
-        accept(tree, logits)

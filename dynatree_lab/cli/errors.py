@@ -21,7 +21,7 @@ from dynatree_lab.engine.checkpoint import CheckpointError, first_line
 from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
 from dynatree_lab.engine.ranks import RanksError
 from dynatree_lab.errors import UsageError
-from verify import NonFiniteLogits
+from gpt_neox import NonFiniteLogits
 
 COMMANDS = ("dynatree-lab", "dynatree-bench")  # of pyproject.toml
 # Of a closed pipe and of a full disk. Other files raise UsageError (errors.writing)

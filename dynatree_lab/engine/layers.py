@@ -10,9 +10,9 @@ are equal. The differences are:
 - With parallel residual, the output products of attention and MLP are one product. On CUDA, where
   every launch costs time, their input products are one product as well. The scales and shifts of
   both norms are folded into it.
-- In float16 a key or value can overflow although x is finite. gpt_neox.Attention then gives the
-  row a query of nan in that layer. Here the cache gets the largest float16 number, and once, after
-  all layers, a row that stored one gets nan.
+- A row that overflows gets nan, and leaves the other rows as they are (methods/overflow.py). In
+  float16 a key or value can overflow although x is finite. So the cache gets the largest float16
+  number, and once, after all layers, a row that stored one gets nan.
 
     fuse(model, tensors)  # FastGPTNeoX.from_tensors does this
 

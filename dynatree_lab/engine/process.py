@@ -49,7 +49,7 @@ def processed(
     """Return the processed logits [n, V] and which of the rows then have a best token.
 
     Args:
-        is_finite: verify.finite_rows of the logits.
+        is_finite: methods.overflow.finite_rows of the logits.
         committed: the ids of the text before the root.
 
     Raises ValueError if the result is not usable, or leaves the root without a best token.

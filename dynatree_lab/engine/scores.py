@@ -19,9 +19,9 @@ from numpy import ndarray
 from torch import Tensor
 
 from draft_tree import Candidates
+from dynatree_lab.methods.overflow import finite_rows
 from dynatree_lab.methods.sampler import SMALL_K, top_k_by_repeated_max
 from sampling import tempered
-from verify import finite_rows
 
 
 class Ranking(NamedTuple):
@@ -52,8 +52,8 @@ class Scores:
         return self.highest[1].tolist()
 
     def finite_rows(self) -> list[bool]:
-        """Return what verify.finite_rows returns. Raises as it does."""
-        return finite_rows(torch.from_numpy(self.highest[0]).unsqueeze(1))
+        """Return what methods.overflow.finite_rows returns. Raises as it does."""
+        return finite_rows(torch.from_numpy(self.highest[0]))
 
     def top_ids(self, k: int) -> ndarray:
         """Return the k best ids of each row [n, k], best first; all V if k is larger."""

@@ -17,8 +17,9 @@ from dynatree_lab.engine.process import Process, processed
 from dynatree_lab.engine.record import TreeRecord
 from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Scores, TokenLogprob
+from dynatree_lab.methods.overflow import accept_best, cut_path
 from dynatree_lab.methods.sampler import DrawingSampler
-from verify import Acceptance, accept_best
+from verify import Acceptance
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,7 +110,8 @@ class Choice:
         elif self.sampler:
             path, tokens = self.sampler(tree, scores.logits, is_finite)
         else:
-            path, tokens = accept_best(tree, self.predictions, is_finite)
+            path, tokens = accept_best(tree, self.predictions)
+        path, tokens = cut_path(path, tokens, is_finite)
         if self.keeps_logits:  # a copy, because on CUDA a rebuilt commit overwrites them
             self.logits = logits[path]
         self.bonus = tokens[-1]

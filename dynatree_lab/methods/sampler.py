@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from draft_tree import Candidates, Tree, number
+from dynatree_lab.methods.overflow import cut_path, finite_rows
 from sampling import Sampler, is_in_top_p, require_positive, tempered
-from verify import finite_rows
 
 MAX_SEED = 2**63 - 1
 N_SORTED = 256  # number of likeliest ids that are searched for the top-p set first
@@ -107,14 +107,13 @@ class DrawingSampler(Sampler):
     def __call__(
         self, tree: Tree, logits: Tensor, is_finite: list[bool] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Return what Sampler does, by `accept`. is_finite: finite_rows of the logits, if known."""
-        is_finite = is_finite or finite_rows(logits)
+        """Return what Sampler does, by `accept`. is_finite: its finite_rows, if known."""
+        is_finite = is_finite or finite_rows(logits.amax(dim=-1))  # nan if any is nan
         if not all(is_finite):  # the path is cut before such a row, so its numbers do not matter
             logits = logits.clone()
             logits[[row for row, finite in enumerate(is_finite) if not finite]] = 0.0
         path, tokens = self.accept(tree, self.target_distribution(logits), self, self.draft_probs)
-        n = next((n for n, row in enumerate(path) if not is_finite[row]), len(path))
-        return path[:n], tokens[:n]
+        return cut_path(path, tokens, is_finite)
 
     def target_distribution(self, logits: Tensor) -> Tensor:
         """Return the target's distributions [n, V], 0 for tokens that are not drawn."""

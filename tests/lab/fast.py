@@ -133,7 +133,7 @@ def count_rows(model: GPTNeoX) -> list[int]:
     return rows
 
 
-GENERATE_ARGUMENTS = ("eos_ids", "drafter", "logprobs", "inspect", "is_recorded", "kept")
+GENERATE_ARGUMENTS = ("accept", "eos_ids", "drafter", "logprobs", "inspect", "is_recorded", "kept")
 
 
 def generate(

@@ -13,7 +13,6 @@ from every_text import CPU, PLAIN, Enumeration, draft
 from fast import generate, random_model
 from test_generate import PROMPT
 from test_sampler import N_IDS, OTHER, TARGET
-from test_verify import check_forbidden_tokens
 from trees import make_tree
 
 from draft_tree import Settings, Tree
@@ -88,9 +87,19 @@ def test_a_path_ends_where_the_target_overflows(acceptance: str, value: float) -
 
 @pytest.mark.parametrize("acceptance", ACCEPTANCES)
 def test_a_forbidden_token_is_no_overflow(acceptance: str) -> None:
-    sampler = PLAIN.sampler(CPU)
-    sampler.accept = ACCEPTANCES[acceptance]
-    check_forbidden_tokens(sampler)
+    """Check logits of -inf, as logits processors write them. A row that forbids every token ends
+    the path, and as the root it is an error of its own."""
+    accept = PLAIN.sampler(CPU)
+    accept.accept = ACCEPTANCES[acceptance]
+    tree = make_tree([1, 2, 3], [-1, 0, 1])
+    logits = torch.full((3, 5), -torch.inf)
+    logits[[0, 1, 2], [2, 3, 4]] = 7.0
+    assert accept(tree, logits) == ([0, 1, 2], [2, 3, 4])
+    logits[2] = -torch.inf
+    assert accept(tree, logits) == ([0, 1], [2, 3])
+    logits[0] = -torch.inf
+    with pytest.raises(ValueError, match="-inf for every token, so none can follow"):
+        accept(tree, logits)
 
 
 # The choice of a run.

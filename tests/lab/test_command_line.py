@@ -34,7 +34,7 @@ from dynatree_lab.metrics import Metrics, token_ids
 from dynatree_lab.pair import Pair, load_pair
 from dynatree_lab.request import Request
 from dynatree_lab.result import stream_text
-from verify import NonFiniteLogits
+from gpt_neox import NonFiniteLogits
 
 PROMPT = "The ship sailed at dawn"
 TARGET = str(TINY / "target")

@@ -13,7 +13,6 @@ from test_dynatree import (
     PROMPT,
     WIDE,
     check_generations_share_nothing,
-    check_tokens_before_overflow,
     checked_steps,
     record_caches,
     token_ids,
@@ -27,8 +26,9 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive, SpecInfer
-from gpt_neox import GPTNeoX
-from verify import NonFiniteLogits
+from gpt_neox import GPTNeoX, NonFiniteLogits
+from sampling import Sampler
+from verify import Acceptance, accept_greedy
 
 
 def write(
@@ -83,8 +83,21 @@ def test_two_caches_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
 # Logits that are not finite.
 
 
-def test_tokens_before_a_non_finite_row_are_kept() -> None:
-    check_tokens_before_overflow(write, FastGPTNeoX)
+@pytest.mark.parametrize("accept", [None, accept_greedy, Sampler(1e-6)])
+def test_tokens_before_a_non_finite_row_are_kept(accept: Acceptance | None) -> None:
+    """Check an accepted path that runs into the overflow: its tokens before that are emitted. The
+    core's acceptances know of no overflow."""
+    target = random_model(7, kind=FastGPTNeoX)
+    text = token_ids(write(target, None, Autoregressive(), 20))
+    at = next(i for i in range(3, 20) if text[i] not in text[:i] + PROMPT)
+    long_chain = DynaTree(D0=19, D_max=19, B_mid=1, **FULL)
+    for settings in (Autoregressive(), long_chain, DynaTree(tau=0.0)):
+        got: list[int] = []
+        with pytest.raises(NonFiniteLogits, match="bfloat16"):
+            broken = broken_at(text[at], FastGPTNeoX)
+            for step in generate(broken, target, PROMPT, settings, 20, accept=accept):
+                got += step.tokens
+        assert got == text[: at + 1]
 
 
 @pytest.mark.parametrize("prompt", OVERFLOWING)

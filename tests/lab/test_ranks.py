@@ -46,8 +46,7 @@ from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, Fixed
 from dynatree_lab.metrics import token_ids
-from gpt_neox import PREFILL_CHUNK
-from verify import NonFiniteLogits
+from gpt_neox import PREFILL_CHUNK, NonFiniteLogits
 
 CPU = torch.device("cpu")
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46]
