@@ -109,6 +109,11 @@ class Level:
         """c(u) [n]: the probability of the likeliest token after each row u."""
         return numpy.exp(self.logprobs[:, 0])
 
+    @property
+    def values(self) -> ndarray:
+        """By what a rule adds candidates [n, k]: log p(v), if they are the likeliest ones."""
+        return self.path_logprobs
+
 
 # draft(tree, rows, k) runs these rows of the tree, which are one level, and returns k candidates
 # below each of them. The first call for a tree runs the root: its rows are [0]
@@ -328,7 +333,7 @@ class DynaTreeRule(Rule):
         breadth = self.breadth(level)[:, None] if s.adapt_breadth else s.B_mid
         gates = {"confidence": ranks < breadth}  # the first B(u) children of each node
         if s.prune:
-            gates["tau"] = level.path_logprobs >= log_threshold(s.tau)
+            gates["tau"] = level.values >= log_threshold(s.tau)
         return gates
 
     def breadth(self, level: Level) -> ndarray:

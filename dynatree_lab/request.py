@@ -114,8 +114,9 @@ def make_request(
     else:
         raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
     config.require_fit([each.config for each in pair.models])
-    needs_draft = "drafter" not in objects and config.needs_draft(objects.get("rule"))
-    if needs_draft and pair.draft is None:
+    own = objects.get("rule")
+    needs_draft = (config.method_with(own) if own else config.method).needs_draft
+    if needs_draft and "drafter" not in objects and pair.draft is None:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
     if before:  # inside a text, nothing is added
         ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]

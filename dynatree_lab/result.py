@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from draft_tree import Settings
 from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.generation_config import METHOD_OPTIONS, GenerationConfig
 from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
@@ -99,8 +99,9 @@ class Result:
     def data(self) -> dict:
         """The data of the page, as docs/page.md describes it."""
         request, tokenizer = self.request, self.request.pair.tokenizer
-        settings, eos_ids = request.config.settings, request.eos_ids
-        trace = trace_of(self.steps, request.prompt, settings, tokenizer, hidden_ids=eos_ids)
+        config, eos_ids = request.config, request.eos_ids
+        trace = trace_of(self.steps, request.prompt, config.settings, tokenizer, hidden_ids=eos_ids)
+        trace["meanings"] |= {name: METHOD_OPTIONS[name] for name in config.method_options}
         return trace | self.report() | {"command": self.command}
 
     def report(self) -> dict:
@@ -239,8 +240,8 @@ def save_page(result: Result, file: str | Path) -> None:
 
 def describe_request(request: Request) -> dict:
     """Return the settings that a report has."""
-    config, rule = request.config, request.config.make_rule()
-    accepts = config.acceptance or default_acceptance(rule)
+    config = request.config
+    accepts = config.acceptance or default_acceptance(config.method.facts)
     method = method_name(config.settings) or type(config.settings).__name__
     objects = {
         name: getattr(each, "__name__", type(each).__name__)
@@ -249,6 +250,7 @@ def describe_request(request: Request) -> dict:
     return {
         "method": method,
         **asdict(config.settings),
+        **config.method_options,
         **request.pair.report,
         "threads": torch.get_num_threads(),
         "max_new_tokens": request.max_new_tokens,
@@ -307,10 +309,11 @@ def make_command(prompt: str, request: Request) -> list[str]:
     words = ["python", "-m", "dynatree_lab", "--prompt", prompt]
     for name, value in options.items():
         words += [] if value is None else [name, str(value)]
-    for f in fields(config.settings):
-        if (value := getattr(config.settings, f.name)) != f.default:
-            word = ("off", "on")[value] if f.type is bool else value
-            words += ["--set", f"{f.name}={word}"]
+    given = {f.name: getattr(config.settings, f.name) for f in fields(config.settings)}
+    changed = [f.name for f in fields(config.settings) if given[f.name] != f.default]
+    for name, value in ({name: given[name] for name in changed} | config.method_options).items():
+        word = ("off", "on")[value] if isinstance(value, bool) else value
+        words += ["--set", f"{name}={word}"]
     for text in request.stop:
         words += ["--stop", text]
     flags = {"--strict": config.strict, "--ignore-eos": not eos_ids}

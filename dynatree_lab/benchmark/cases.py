@@ -68,7 +68,7 @@ class Case:
     @property
     def is_drafting(self) -> bool:
         """Whether a draft model or an EAGLE head runs."""
-        return not self.is_hf and self.generation_config().needs_draft()
+        return not self.is_hf and self.generation_config().method.needs_draft
 
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
@@ -259,8 +259,7 @@ def reference_of(row: str) -> str:
     words = ["ar"]
     if "strict" in row.split():
         words.append("strict")
-        settings = Case(row, "", 0, 0, 0.0).generation_config().settings
-        n_rows = strict_reference(settings).rows
+        n_rows = strict_reference(Case(row, "", 0, 0, 0.0).generation_config()).rows
         words += [f"rows={n_rows}"] * (n_rows > 1)
     words += [word for word in row.split() if word.startswith(("window=", "sinks="))]
     return " ".join(words)
@@ -274,14 +273,14 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     if case.is_hf:
         return case
     config = case.generation_config()
-    rule = config.make_rule()
+    method, facts = config.method, config.method.facts
     is_sampled = case.temperature > 0
     if config.acceptance and not is_sampled:
         raise UsageError(f"{row}: greedy text has only one acceptance; use --temperature")
-    if part.acceptance and is_sampled and rule.max_verified > 1 and not config.acceptance:
+    if part.acceptance and is_sampled and facts.max_verified > 1 and not config.acceptance:
         case = replace(case, acceptance=part.acceptance)
     if part.draft_temperature is not None:
-        is_drawn = rule.draws_candidates and case.method in part.drawn and not is_sampled
-        if config.has_temperature(is_drawn or is_sampled):
+        is_drawn = facts.draws_candidates and case.method in part.drawn and not is_sampled
+        if method.has_temperature(is_drawn or is_sampled):
             case = replace(case, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
     return case

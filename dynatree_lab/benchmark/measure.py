@@ -254,8 +254,7 @@ def has_timed_passes(case: Case) -> bool:
 def largest_pass(cases: Sequence[Case]) -> int:
     """Return the rows of the largest target pass of these cases, padded as passes on CUDA are, and
     no less than TIMED_ROWS."""
-    rules = [case.generation_config().make_rule() for case in cases if not case.is_hf]
-    rows = [max(rule.max_verified, rule.min_rows) for rule in rules]
+    rows = [case.generation_config().method.n_verified for case in cases if not case.is_hf]
     return round_up_rows(max([TIMED_ROWS, *rows]))
 
 

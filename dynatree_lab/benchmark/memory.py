@@ -55,7 +55,7 @@ def measure_memory(args: argparse.Namespace, case: Case, prompt: list[int], seed
     config = case.generation_config(args.top_p, seed, not args.no_graphs)
     if case.uses_head:
         args.draft = args.head or embedded_head()
-    pair = open_pair(args, config.needs_draft(), lambda line: None)
+    pair = open_pair(args, config.method.needs_draft, lambda line: None)
     ids = token_ids(Request(pair, prompt, config, case.new_tokens).decode())
     device = pair.target.device
     is_cuda = device.type == "cuda"

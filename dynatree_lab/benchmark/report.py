@@ -361,8 +361,8 @@ def skips_acceptance(case: Case) -> bool:
     sampled text."""
     if case.is_hf or case.temperature:
         return False
-    config = case.generation_config()
-    return bool(config.make_rule().acceptance) and not hasattr(config.settings, "make_accept")
+    method = case.generation_config().method
+    return bool(method.facts.acceptance) and not method.make_accept
 
 
 def describe_differences(texts: pd.DataFrame) -> str:

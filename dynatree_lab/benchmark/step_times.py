@@ -116,7 +116,7 @@ def count_passes(steps: Sequence[Step], config: GenerationConfig) -> dict[str, d
     if config.commit == "rebuild":  # runs the accepted tokens again
         verified += [len(step.path) for step in steps[1:]]
     drafted = [n for step in steps[1:] for n in step.draft_rows]
-    found, min_rows = {}, config.make_rule().min_rows
+    found, min_rows = {}, config.method.facts.min_rows
     for name, rows in (("target_rows", verified), ("draft_rows", drafted)):
         counts = Counter(max(n, min_rows) for n in rows)
         found[name] = {str(n): counts[n] for n in sorted(counts)}  # JSON's keys are strings

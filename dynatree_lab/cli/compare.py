@@ -16,8 +16,8 @@ is_strict           whether the generation is strict; ar is then strict with as 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draft_tree import Settings
 from dynatree_lab.engine.generate import Step
+from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
 from dynatree_lab.methods.static import PaddedAutoregressive
@@ -85,17 +85,20 @@ def describe_ids(found: Comparison) -> str:
     return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
 
 
+# Options of drafting, which ar has not
+OF_DRAFTING = {"acceptance": None, "calibrate": False, "costs": "off"}
+
+
 def reference_of(request: Request) -> Request:
     """Return the ar request that a request is compared with."""
     config = request.config
-    ar = strict_reference(config.settings) if config.strict else PaddedAutoregressive()
-    return replace(request, config=replace(config, settings=ar, acceptance=None))
+    ar = strict_reference(config) if config.strict else PaddedAutoregressive()
+    return replace(request, config=replace(config, settings=ar, **OF_DRAFTING))
 
 
-def strict_reference(settings: Settings) -> PaddedAutoregressive:
+def strict_reference(config: GenerationConfig) -> PaddedAutoregressive:
     """Return the settings of ar with as many rows per pass as a strict generation has."""
-    rule = settings.make_rule()
-    return PaddedAutoregressive(rows=round_up_rows(max(rule.max_verified, rule.min_rows)))
+    return PaddedAutoregressive(rows=round_up_rows(config.method.n_verified))
 
 
 def is_tie(gap: float | None) -> bool:

@@ -115,7 +115,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
         if not (args.json or args.trace):
             raise UsageError("--logprobs needs --json or --trace")
     config = choose_config(args)
-    is_drafting = config.needs_draft()
+    is_drafting = config.method.needs_draft
     if args.prompts and (args.html or args.trace):
         raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
     prompts = from_rank_0(choose_prompts, args)

@@ -8,6 +8,8 @@ import sys
 import textwrap
 import time
 
+from dynatree_lab.engine.generation_config import METHOD_OPTIONS
+
 SLOW_PASS = 2.0  # seconds after which a pass shows its progress
 # Of a terminal: save the cursor and do not wrap the line, clear what follows, undo the first
 SAVE, CLEAR, RESTORE = "\0337\033[?7l", "\033[K", "\0338\033[?7h"
@@ -33,20 +35,14 @@ class LayerProgress:
 def describe(methods: dict[str, type]) -> str:
     """Return the methods with their settings, symbols, defaults and ranges, for --list-methods."""
     lines = ["methods and their settings (--set NAME=VALUE):"]
-    shared: dict[str, list[str]] = {}  # by a setting's line, the methods that share it
     for name, settings in methods.items():
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
-        own_first = sorted(dataclasses.fields(settings), key=lambda f: f.kw_only)
-        for f in own_first:
-            if f.kw_only and len(methods) > 1:
-                shared.setdefault(describe_setting(f), []).append(name)
-            else:
-                lines.append(describe_setting(f))
-    for names in dict.fromkeys(map(tuple, shared.values())):
-        heading = f"  also for {', '.join(names)}:"
-        lines.append(textwrap.fill(heading, 80, subsequent_indent=" " * 4))
-        lines += [line for line, sharing in shared.items() if tuple(sharing) == names]
+        lines += map(describe_setting, dataclasses.fields(settings))
+    lines.append("  also for methods that draft by the draft's probabilities:")
+    for name, meaning in METHOD_OPTIONS.items():
+        line = f"    {name}=off".ljust(18) + meaning
+        lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     return "\n".join(lines)
 
 

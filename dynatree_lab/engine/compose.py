@@ -1,6 +1,6 @@
 """Assembly of a method's parts, in the order in which they must wrap each other.
 
-    parts = compose(target, draft, DySpec().make_rule(), Sampling(0.8))
+    parts = compose(target, draft, Method(DySpec()), Sampling(0.8))
 
 dynatree.generate runs the parts. From the inside out:
 
@@ -26,7 +26,14 @@ from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.methods.acceptances import choose_acceptance
 from dynatree_lab.methods.calibration import CalibratedDrafter
 from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule
-from dynatree_lab.methods.eagle import EagleDrafter, HiddenDrafter, head_of, require_size
+from dynatree_lab.methods.eagle import (
+    EagleDrafter,
+    EagleHead,
+    HiddenDrafter,
+    head_of,
+    require_size,
+)
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, DrawingSampler, Sampling
 
 
@@ -50,27 +57,27 @@ class RankedDrafter(ModelDrafter):
         return self.model.scores.top_candidates(self.ranking._replace(k=k), self.vocab_size)
 
 
-def draft_ranking(rule: Rule, sampling: Sampling) -> Ranking:
+def draft_ranking(method: Method, sampling: Sampling) -> Ranking:
     """Return the Ranking of the draft's logits: the top k, or none if the device draws the
     candidates."""
-    if rule.draws_candidates and sampling.draws_candidates:
+    if method.facts.draws_candidates and sampling.draws_candidates:
         return Ranking(is_read=False)
-    temperature = sampling.top_k_temperature
-    return Ranking(rule.max_branches, True, True, temperature, rule.reads_entropy)
+    temperature, has_entropy = sampling.top_k_temperature, method.facts.reads_entropy
+    return Ranking(method.max_branches, True, True, temperature, has_entropy)
 
 
 def source_of_candidates(
-    draft: ModelRun | Drafter | None, rule: Rule, sampling: Sampling, sampler: DrawingSampler
+    draft: ModelRun | Drafter | None, method: Method, sampling: Sampling, sampler: DrawingSampler
 ) -> Drafter | None:
     """Return the drafter that chooses the candidates; None for a method that does not draft."""
-    if not rule.max_depth or draft is None:
+    if not method.max_depth or draft is None:
         return None
     if isinstance(draft, Drafter):
         return draft
-    ranking = draft_ranking(rule, sampling)
+    ranking = draft_ranking(method, sampling)
     if ranking.is_read:
         return RankedDrafter(draft, ranking)
-    return DrawnDrafter(draft, sampler, rule.n_drawn, rule.reads_entropy)
+    return DrawnDrafter(draft, sampler, method.facts.n_drawn, method.facts.reads_entropy)
 
 
 def require_hidden(target: ModelRun) -> None:
@@ -80,48 +87,55 @@ def require_hidden(target: ModelRun) -> None:
         raise ValueError(f"{name} has no hidden and logits as GPTNeoX has, this drafter needs them")
 
 
+def with_states(
+    drafter: Drafter | None, head: EagleHead | None, target: ModelRun
+) -> Drafter | None:
+    """Return the drafter; over an EAGLE head, one that gives the head the target's hidden states.
+    The target shows them to every drafter that reads them. Raises ValueError."""
+    if drafter and head and not isinstance(drafter, HiddenDrafter):
+        require_size(head, target)
+        drafter = EagleDrafter(drafter, head)
+    if isinstance(drafter, HiddenDrafter):
+        require_hidden(target)
+        target.show_hidden(drafter.observe_hidden)
+    return drafter
+
+
 def compose(
     target: ModelRun,
     draft: ModelRun | Drafter | None,
-    rule: Rule,
+    method: Method,
     sampling: Sampling = GREEDY,
     acceptance: str | None = None,
     is_recorded: bool = False,
 ) -> Parts:
-    """Return the parts of a method.
+    """Return the parts of a method, which has a new rule.
 
     Args:
         draft: a model, which may be an EAGLE head; or a Drafter, whose own candidates are used
             even if text is sampled.
-        rule: a new one, with the attributes of a MethodRule.
         acceptance: a name of methods.acceptances.ACCEPTANCES; None for the method's default.
         is_recorded: give the parts a rule that keeps the record of its latest tree.
 
     Raises ValueError if the method does not support the acceptance, and for a head of a target of
     another size.
     """
-    sampler = sampling.sampler(target.device)
-    source = source_of_candidates(draft, rule, sampling, sampler)
-    is_drawn = isinstance(source, DrawnDrafter)
-    drafter, head = source, head_of(draft)
-    if source and head and not isinstance(source, HiddenDrafter):
-        require_size(head, target)
-        drafter = EagleDrafter(source, head)
-    if isinstance(drafter, HiddenDrafter):
-        require_hidden(target)
-        target.show_hidden(drafter.observe_hidden)
-    calibrated = recorded = None
-    if drafter and rule.is_calibrated:
-        drafter = calibrated = CalibratedDrafter(drafter, is_drawn)
-    if rule.target_top_k:
-        target.show_top_ids(rule.target_top_k, rule.observe_target)
+    rule, sampler = method.make_rule(), sampling.sampler(target.device)
     if not sampling.is_greedy:
-        sampler.accept = choose_acceptance(rule, acceptance)
+        sampler.accept = choose_acceptance(method.facts, acceptance)
     elif acceptance:
         raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
+    drafter = source_of_candidates(draft, method, sampling, sampler)
+    drawn = drafter if isinstance(drafter, DrawnDrafter) else None
+    drafter = with_states(drafter, head_of(draft), target)
+    calibrated = recorded = None
+    if drafter and method.is_calibrated:
+        drafter = calibrated = CalibratedDrafter(drafter, is_drawn=drawn is not None)
+    if k := method.facts.target_top_k:
+        target.show_top_ids(k, rule.observe_target)
     if is_recorded:
         rule = recorded = RecordedRule(rule, calibrated)
         sampler.on_trial = recorded.add_trial
-    if is_drawn:
-        rule = DrawnRule(rule, source, calibrated)
+    if drawn:
+        rule = DrawnRule(rule, drawn, calibrated)
     return Parts(drafter, rule, None if sampling.is_greedy else sampler, recorded)

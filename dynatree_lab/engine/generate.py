@@ -31,7 +31,8 @@ from dynatree_lab.engine.run import ModelRun, require_caches
 from dynatree_lab.engine.scores import Ranking, token_logprobs
 from dynatree_lab.engine.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.engine.strict import STRICT
-from dynatree_lab.methods.rules import RuleWrapper, with_attributes
+from dynatree_lab.methods.method import Method
+from dynatree_lab.methods.rules import RuleWrapper
 from gpt_neox import Model
 from verify import Acceptance
 
@@ -90,23 +91,23 @@ def generate(
     max_new_tokens = number("max_new_tokens", max_new_tokens, int)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
-    own_rule = choose_rule(rule, config)
-    needs_draft = drafter is None and config.needs_draft(own_rule)
+    method = config.method if rule is None else method_of(rule, config)
+    needs_draft = drafter is None and method.needs_draft
     if needs_draft and draft is None:
         raise ValueError("this method drafts, so it needs a draft or a drafter")
 
     n_tokens = len(ids) + max_new_tokens
-    target_run, draft_run = run_target(target, own_rule, config, n_tokens), None
+    target_run, draft_run = run_target(target, method, config, n_tokens), None
     if needs_draft:
-        draft_run = run_draft(draft, own_rule, config, n_tokens, n_ids=target.config.vocab_size)
+        draft_run = run_draft(draft, method, config, n_tokens, n_ids=target.config.vocab_size)
     runs = [target_run, draft_run] if draft_run else [target_run]
     require_caches(runs)
-    if drafter is None and own_rule.max_depth and hasattr(config.settings, "make_drafter"):
-        drafter = config.settings.make_drafter(draft_run)
-    if accept is None and config.sampling.is_greedy and hasattr(config.settings, "make_accept"):
-        accept = config.settings.make_accept()
+    if drafter is None and method.max_depth and method.make_drafter:
+        drafter = method.make_drafter(draft_run)
+    if accept is None and config.sampling.is_greedy and method.make_accept:
+        accept = method.make_accept()
     options = config.sampling, config.acceptance, is_recorded
-    parts = compose(target_run, drafter or draft_run, own_rule, *options)
+    parts = compose(target_run, drafter or draft_run, method, *options)
     limited_rule = LimitedRule(parts.rule, target_run)
     timed_drafter = TimedDrafter(parts.drafter or Drafter())
     choice = Choice(
@@ -180,54 +181,52 @@ def require_valid(
         raise ValueError(f"logprobs is {logprobs}, it must be at least 0")
 
 
-def choose_rule(rule: Rule | None, config: GenerationConfig) -> Rule:
-    """Return the caller's rule, or a new one of config.settings. Raises ValueError for a rule that
-    has served another text or that config does not support."""
-    if rule is None:
-        return config.make_rule()
+def method_of(rule: Rule, config: GenerationConfig) -> Method:
+    """Return the method of a config with the caller's rule. Raises ValueError for a rule that has
+    served another text or that config does not support."""
     if rule.is_used:
         raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
-    with_defaults = with_attributes(rule)
-    config.require_supported(with_defaults)
+    method = config.method_with(rule)
     rule.is_used = True
-    return with_defaults
+    return method
 
 
-def run_target(target: Model, rule: Rule, config: GenerationConfig, n_tokens: int) -> ModelRun:
+def run_target(target: Model, method: Method, config: GenerationConfig, n_tokens: int) -> ModelRun:
     """Return the target's run for a text of n_tokens. Raises ValueError for options that only an
     engine model has."""
+    facts = method.facts
     if is_fast(target):
-        n_rows, min_rows = rule.max_verified, rule.min_rows
+        n_rows, min_rows = facts.max_verified, facts.min_rows
         pass_config = PassConfig(
             max_rows=n_rows,
-            min_rows=strict_rows(target, max(n_rows, min_rows)) if config.strict else min_rows,
+            min_rows=strict_rows(target, method.n_verified) if config.strict else min_rows,
             n_scratch=max(n_rows, SMALL_PASS),  # so that methods with small trees share graphs
-            ranking=Ranking(rule.target_top_k),
+            ranking=Ranking(facts.target_top_k),
             masks=STRICT if config.strict else PLAIN,
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
         )
-        return ModelRun(target, n_tokens, rule.max_verified, pass_config)
+        return ModelRun(target, n_tokens, facts.max_verified, pass_config)
     if not config.works_on_any_model:
         name = type(target).__name__
         raise ValueError(f"{name} has no strict passes, window or rebuilt commit; FastGPTNeoX has")
-    return ModelRun(target, n_tokens, rule.max_verified)
+    return ModelRun(target, n_tokens, facts.max_verified)
 
 
 def run_draft(
-    draft: Model, rule: Rule, config: GenerationConfig, n_tokens: int, n_ids: int
+    draft: Model, method: Method, config: GenerationConfig, n_tokens: int, n_ids: int
 ) -> ModelRun:
     """Return the draft's run for a text of n_tokens. n_ids: the target's V."""
     if not is_fast(draft):
-        return ModelRun(draft, n_tokens, rule.max_rows)
+        return ModelRun(draft, n_tokens, method.max_rows)
     pass_config = PassConfig(
         # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
-        max_rows=min(rule.max_rows, max(rule.max_verified, SMALL_PASS)),
-        min_rows=rule.min_rows,
-        n_scratch=rule.max_rows,
+        max_rows=min(method.max_rows, max(method.facts.max_verified, SMALL_PASS)),
+        min_rows=method.facts.min_rows,
+        n_scratch=method.max_rows,
         n_ids=n_ids,
-        ranking=draft_ranking(rule, config.sampling),
+        ranking=draft_ranking(method, config.sampling),
         window=config.window,
         is_draft=True,
     )
-    return ModelRun(draft, n_tokens, rule.max_rows, pass_config)
+    return ModelRun(draft, n_tokens, method.max_rows, pass_config)

@@ -9,27 +9,33 @@ It can be parsed from words, as rows of the benchmark and the command line have 
     )
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cached_property
 
 from draft_tree import Rule, Settings
 from dynatree_lab.engine.passes import FULL_ATTENTION, Window
 from dynatree_lab.engine.strict import MAX_STRICT_ROWS
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES, choose_acceptance
-from dynatree_lab.methods.rules import MethodRule, make_rule
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, Sampling
-from dynatree_lab.methods.settings import read_values
+from dynatree_lab.methods.settings import BOOL_WORDS, read_values
 from gpt_neox import Config
 
+# Options of the generation that --set takes beside the method's settings, and their meanings
+METHOD_OPTIONS = {
+    "calibrate": "replace the draft's probabilities by learned acceptance probabilities",
+    "costs": "off, learned or tree:row:drafting:level: draft and verify only what pays",
+}
 DEFAULT_SINKS = 4  # StreamingLLM's number
 COMMIT_MODES = ("keep", "rebuild")
-# The fields that each word sets, apart from settings of methods and NUMBERS
+# The fields that each word sets, apart from settings of methods and VALUES
 FLAGS = {"strict": {"strict": True}} | {name: {"commit": name} for name in COMMIT_MODES}
 FLAGS |= {name: {"acceptance": name} for name in ACCEPTANCES}
 SAMPLING = {f.name: int if f.type is int else float for f in fields(Sampling)}
 SAMPLING.pop("draws_greedy")  # for tests and tables
-NUMBERS = {"window": int, "sinks": int, **SAMPLING}  # window=512
+VALUES = {"window": int, "sinks": int, "calibrate": bool, "costs": str, **SAMPLING}  # window=512
 # The values that greedy text may have; its seed has no effect
 NEUTRAL = {"top_p": 1, "top_k": 0, "min_p": 0}
 
@@ -46,6 +52,8 @@ class GenerationConfig:
     commit: str = "keep"  # "keep" moves accepted rows in the cache, "rebuild" runs them again (3.5)
     window: Window = FULL_ATTENTION  # the tokens that the caches keep
     strict: bool = False  # the target's logits equal ar's bit for bit (engine/strict.py)
+    calibrate: bool = False  # learn acceptance probabilities from the text (methods/method.py)
+    costs: str = "off"  # off, learned or tree:row:drafting:level: draft and verify only what pays
     graphs: bool = True  # on CUDA, capture the passes as graphs
 
     def __post_init__(self) -> None:
@@ -58,22 +66,34 @@ class GenerationConfig:
             raise ValueError(
                 f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
             )
-        self.require_supported(self.make_rule())
+        self.require_supported(self.method)
 
-    def require_supported(self, rule: MethodRule) -> None:
-        """Raise ValueError if the options do not suit a rule."""
+    @cached_property
+    def method(self) -> Method:
+        """The method with its options. Raises ValueError if they have no effect."""
+        return Method(self.settings, calibrate=self.calibrate, costs=self.costs)
+
+    def method_with(self, rule: Rule) -> Method:
+        """Return the method with this rule in place of its own. Raises ValueError if the config
+        does not suit the rule."""
+        method = Method(self.settings, rule, calibrate=self.calibrate, costs=self.costs)
+        self.require_supported(method)
+        return method
+
+    def require_supported(self, method: Method) -> None:
+        """Raise ValueError if the options do not suit a method."""
+        facts = method.facts
         if self.acceptance:
-            if rule.max_verified == 1:
+            if facts.max_verified == 1:
                 raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
-            choose_acceptance(rule, self.acceptance)
-        has_greedy_acceptance = hasattr(self.settings, "make_accept")
-        if has_greedy_acceptance and not self.sampling.is_greedy and not rule.acceptance:
+            choose_acceptance(facts, self.acceptance)
+        if method.make_accept and not self.sampling.is_greedy and not facts.acceptance:
             why = "the method's acceptance is for greedy text; use temperature 0"
             raise ValueError(f"temperature is {self.sampling.temperature}, {why}")
-        n_rows = max(rule.max_verified, rule.min_rows)
-        if self.strict and n_rows > MAX_STRICT_ROWS:
+        if self.strict and method.n_verified > MAX_STRICT_ROWS:
             why = f"it must have at most {MAX_STRICT_ROWS}; use a smaller tree"
-            raise ValueError(f"strict: a pass of this method has up to {n_rows} rows, {why}")
+            rows = f"a pass of this method has up to {method.n_verified} rows"
+            raise ValueError(f"strict: {rows}, {why}")
 
     @classmethod
     def parse(cls, method: str = "", *words: str, **sampling: float) -> "GenerationConfig":
@@ -81,7 +101,8 @@ class GenerationConfig:
 
         Args:
             method: its name, after which there may be words.
-            words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S, and sampling.
+            words: NAME=VALUE, strict, rebuild, an acceptance, window=N, sinks=S, calibrate=on,
+                costs=COSTS, and sampling.
             sampling: temperature, top_k, top_p, min_p, seed and draft_temperature, which the words
                 may have instead.
 
@@ -91,15 +112,15 @@ class GenerationConfig:
             method, *first = method.split() or [method]
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method is {method!r}, it must be one of {', '.join(METHODS)}")
-        found, assignments = dict(sampling), []
+        kind, found, assignments = METHODS[method], dict(sampling), []
+        own = {f.name for f in fields(kind)}
         for word in (*first, *words):
-            options = parse_word(word)
+            options = parse_word(word, own)
             if twice := found.keys() & options.keys():
                 raise ValueError(f"{', '.join(twice)} is given twice, it must be given once")
             found |= options
             if not options:
                 assignments.append(word)
-        kind = METHODS[method]
         settings = kind(**read_values(kind, assignments))
         size, sinks = found.pop("window", None), found.pop("sinks", None)
         if size is not None:
@@ -122,40 +143,29 @@ class GenerationConfig:
                 if getattr(sampling, name) != neutral:
                     raise ValueError(f"{name} needs a temperature above 0")
             sampling = replace(sampling, seed=GREEDY.seed)  # so that equal texts have equal configs
-        if sampling.draft_temperature and not self.has_temperature(sampling.draws_candidates):
+        draws = sampling.draws_candidates
+        if sampling.draft_temperature and not self.method.has_temperature(draws):
             why = "the method's trees do not depend on the draft's probabilities"
             raise ValueError(f"draft_temperature has no effect, because {why}")
         return replace(self, sampling=sampling)
 
-    def make_rule(self) -> MethodRule:
-        """Return a new rule of the method."""
-        return make_rule(self.settings)
-
-    def needs_draft(self, rule: Rule | None = None) -> bool:
-        """Whether the method, or this rule in place of its own, runs a draft model."""
-        rule = rule or self.make_rule()
-        return rule.max_depth > 0 and getattr(self.settings, "needs_draft", True)
-
-    def has_temperature(self, draws: bool) -> bool:
-        """Whether the temperature of the draft changes the method's trees. draws: whether
-        candidates are drawn if the rule supports it."""
-        rule = self.make_rule()
-        if not rule.max_depth or hasattr(self.settings, "make_drafter"):
-            return False
-        return (draws and rule.draws_candidates) or rule.depends_on_probs
+    @property
+    def method_options(self) -> dict[str, bool | str]:
+        """The METHOD_OPTIONS that are not off."""
+        given = {name: getattr(self, name) for name in METHOD_OPTIONS}
+        return {name: value for name, value in given.items() if value not in (False, "off")}
 
     @property
     def works_on_any_model(self) -> bool:
         """Whether every gpt_neox.Model supports all of these options."""
-        only_fast = {"commit": "keep", "window": FULL_ATTENTION, "strict": False}
-        return replace(self, **only_fast) == self
+        return self.commit == "keep" and self.window == FULL_ATTENTION and not self.strict
 
     def require_fit(self, models: Sequence[Config]) -> None:
         """Raise ValueError if the window has no room for the method's trees, or more tokens than
         these models were trained for."""
         if self.window == FULL_ATTENTION:
             return
-        n_rows = self.make_rule().max_verified
+        n_rows = self.method.facts.max_verified
         n_positions = min(config.max_position_embeddings for config in models)
         size, sinks = self.window.size, self.window.sinks
         max_size = (n_positions - sinks) * 4 // 5  # the cache has sinks + size + size // 4 tokens
@@ -166,13 +176,15 @@ class GenerationConfig:
             raise ValueError(f"window is {size}, it must be from {n_rows} to {max_size} ({why})")
 
 
-def parse_word(word: str) -> dict[str, object]:
-    """Return the option that a word sets. A setting of the method gives an empty dict. Raises
-    ValueError."""
+def parse_word(word: str, own: Collection[str]) -> dict[str, object]:
+    """Return the option that a word sets; own: the method's settings, which give an empty dict.
+    Raises ValueError."""
     name, _, value = word.partition("=")
-    if name not in NUMBERS:
+    if name in own or name not in VALUES:
         return FLAGS.get(word, {})
+    kind = VALUES[name]
     try:
-        return {name: NUMBERS[name](value)}
-    except ValueError as error:
-        raise ValueError(f"{word}: it must be of type {NUMBERS[name].__name__}") from error
+        return {name: BOOL_WORDS[value.lower()] if kind is bool else kind(value)}
+    except (KeyError, ValueError) as error:
+        expected = "on or off" if kind is bool else f"of type {kind.__name__}"
+        raise ValueError(f"{word}: it must be {expected}") from error

@@ -27,10 +27,11 @@ drawn       candidates drawn from the draft's distribution
 acceptances  of sampled text with drawn candidates: by token and by traversal
 calibration  acceptance probabilities, learned online: a wrapper of the drafter
 eagle       a trained head over the target's hidden states as the draft (EAGLE)
-rules       base classes of rules, the rule wrapper, trees with retrieved rows
+rules       base classes of rules, their facts, the rule wrapper, trees with retrieved rows
+method      what a generation asks of a method: its facts, with calibration and cost gates
+overflow    rows that overflow, without which a text goes on
 costs       a linear model of an iteration's time, and whether drafting pays
-cost_gates  gates around a rule: draft and verify only what pays
-shared_settings  calibration and cost gates, as settings of many rules
+cost_gates  gates around any rule: draft and verify only what pays
 settings    settings whose values are words, and the parsing of NAME=VALUE
 """
 

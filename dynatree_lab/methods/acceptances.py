@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_tree import Tree
-from dynatree_lab.methods.rules import MethodRule, are_retrieved
+from dynatree_lab.methods.rules import Facts, are_retrieved
 from dynatree_lab.methods.sampler import DrawingSampler
 from sampling import path_tokens
 
@@ -131,27 +131,27 @@ def accept_by_traversal(
 ACCEPTANCES = {"token": accept_by_token, "traversal": accept_by_traversal}
 
 
-def default_acceptance(rule: MethodRule) -> str:
+def default_acceptance(facts: Facts) -> str:
     """Return the name of the acceptance that a rule gets if none is chosen.
 
     If all drawn trees have one shape, as chains do, traversal accepts a tenth more tokens than
     token (measured). If the draft decides the shape, it accepts no more, and it reads from the
     device more often.
     """
-    has_one_shape = rule.is_chain or not rule.depends_on_probs
-    return "traversal" if rule.draws_candidates and has_one_shape else "token"
+    has_one_shape = facts.is_chain or not facts.depends_on_probs
+    return "traversal" if facts.draws_candidates and has_one_shape else "token"
 
 
-def choose_acceptance(rule: MethodRule, name: str | None) -> DrawnAcceptance:
+def choose_acceptance(facts: Facts, name: str | None) -> DrawnAcceptance:
     """Return the acceptance of this name; for None the rule's own one, or the default of its trees.
 
     Raises ValueError for an unknown name, and for a rule that has its own acceptance.
     """
     if name is None:
-        return rule.acceptance or ACCEPTANCES[default_acceptance(rule)]
+        return facts.acceptance or ACCEPTANCES[default_acceptance(facts)]
     if name not in ACCEPTANCES:
         raise ValueError(f"acceptance is {name!r}, it must be {' or '.join(ACCEPTANCES)}")
-    if rule.acceptance:
+    if facts.acceptance:
         raise ValueError(f"{name} has no effect: the method has its own acceptance")
     return ACCEPTANCES[name]
 

@@ -100,6 +100,7 @@ class AutoRule(MethodRule):
 
     draws_candidates = True
     is_calibrated = True
+    can_be_gated = False  # it has gates by cost of its own
     target_top_k = N_RANKS
 
     def __init__(self, settings: Auto):

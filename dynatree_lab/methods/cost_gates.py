@@ -19,6 +19,7 @@ Shapes: n rows of a level, k candidates per row.
 
 import math
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy
@@ -26,7 +27,7 @@ from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, passing
 from dynatree_lab.methods.costs import INITIAL_LEVEL_GAIN, ROW, CostTracker
-from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved, values_of
+from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved
 
 RATE = 0.1  # weight of the latest tree in a running mean
 PRIOR_TREES = 10  # drafted trees that the initial estimate of drafting stands for
@@ -49,12 +50,11 @@ class CostGates(RuleWrapper):
     def __init__(self, rule: Rule, costs: tuple[float, ...] | None):
         """costs: as methods.costs.parse_costs returns them; None to learn them."""
         super().__init__(rule)
-        self.depends_on_probs = True
-        self.given_costs = costs
+        self.facts = replace(self.facts, depends_on_probs=True)
         self.tracker = CostTracker(costs, prior_weight=PRIOR_TREES)
         self.level_gain = INITIAL_LEVEL_GAIN  # mean gain of a level per unit of its parents' sum
         # [k] by place in draw order: the share of a drawn row's value that its draw leaves
-        self.shares = INITIAL_SHARE ** numpy.arange(1, rule.n_drawn + 1)
+        self.shares = INITIAL_SHARE ** numpy.arange(1, self.facts.n_drawn + 1)
         self.is_drawn = False
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
@@ -83,7 +83,7 @@ class CostGates(RuleWrapper):
     def add_gates(self, level: Level) -> Gates:
         """Return the rule's gates and c_row."""
         gates = super().add_gates(level)
-        expected = values_of(level)
+        expected = level.values
         self.is_drawn = isinstance(level, DrawnLevel)
         if self.is_drawn:
             expected = expected + numpy.log(self.shares[: expected.shape[1]])
@@ -98,7 +98,7 @@ class CostGates(RuleWrapper):
     def expand_gates(self, level: Level) -> Gates:
         """Return the rule's gates and c_level."""
         gates = super().expand_gates(level)
-        is_added, log_values = self.is_added, values_of(level)
+        is_added, log_values = self.is_added, level.values
         is_expanded = passing(level, gates) & is_added
         probs = numpy.exp(log_values + level.logprobs if self.is_drawn else log_values)
         values = numpy.where(is_added, numpy.exp(log_values), 0).sum(axis=0)

@@ -40,12 +40,11 @@ from numpy import ndarray
 
 from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, setting
 from dynatree_lab.methods.rules import MethodRule
-from dynatree_lab.methods.settings import choice
-from dynatree_lab.methods.shared_settings import SharedSettings
+from dynatree_lab.methods.settings import MethodSettings, choice
 
 
 @dataclass(frozen=True)
-class Beam(SharedSettings):
+class Beam(MethodSettings):
     """beam: expands the k likeliest nodes per level, verifies the likeliest of all (EAGLE-2)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children per node")
@@ -53,7 +52,7 @@ class Beam(SharedSettings):
     D_max: int = setting(6, 1, MAX_LEVELS, "depth of the tree")
 
     def make_rule(self) -> Rule:
-        return self.configure(BeamRule(self.k, self.N_max, self.D_max))
+        return BeamRule(self.k, self.N_max, self.D_max)
 
 
 class BeamRule(MethodRule):
@@ -79,7 +78,7 @@ class BeamRule(MethodRule):
 
 
 @dataclass(frozen=True)
-class Deagle(SharedSettings):
+class Deagle(MethodSettings):
     """deagle: a beam that ends when two of three votes stop it (DEAGLE, 3.4)."""
 
     k: int = setting(4, 1, 32, "nodes expanded per level, and children per node")
@@ -104,7 +103,7 @@ class Deagle(SharedSettings):
             )
 
     def make_rule(self) -> Rule:
-        return self.configure(DeagleRule(self))
+        return DeagleRule(self)
 
 
 class DeagleRule(BeamRule):

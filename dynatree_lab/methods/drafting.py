@@ -1,11 +1,10 @@
 """The methods that need only a draft model, so that graft can use each of them as its base."""
 
-from draft_tree import Settings
+from draft_tree import DynaTree, Settings
 from dynatree_lab.methods.deagle import Beam, Deagle
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.opttree import OptTree
 from dynatree_lab.methods.sequoia import Sequoia
-from dynatree_lab.methods.shared_settings import ExtendedDynaTree
 from dynatree_lab.methods.static import Chain, ConfidentChain, Fixed, SpecInfer
 
 DRAFTING: dict[str, type[Settings]] = {
@@ -14,7 +13,7 @@ DRAFTING: dict[str, type[Settings]] = {
     "fixed": Fixed,
     "specinfer": SpecInfer,
     "sequoia": Sequoia,
-    "dynatree": ExtendedDynaTree,
+    "dynatree": DynaTree,
     "dyspec": DySpec,
     "opttree": OptTree,
     "beam": Beam,

@@ -68,7 +68,7 @@ class DrawnRule(RuleWrapper):
     def add_gates(self, level: Level) -> Gates:
         values = drawn_values(level.logprobs, self.parent_scores, self.calibrated is not None)
         parts = [getattr(level, f.name) for f in fields(Level)]
-        self.level = DrawnLevel(*parts, values=values, find_confidence=self.find_confidence)
+        self.level = DrawnLevel(*parts, drawn_values=values, find_confidence=self.find_confidence)
         gates = super().add_gates(self.level)
         self.is_added = added_mask(self.level, gates)
         self.require_suffix(values > -math.inf)
@@ -89,11 +89,13 @@ class DrawnRule(RuleWrapper):
         """
         is_cut = is_possible & ~self.is_added
         if (is_cut[:, :-1] & self.is_added[:, 1:]).any():
-            name = type(self.rule).__name__
-            raise ValueError(
-                f"{name} cuts a drawn candidate and adds a later one of the same row; drawn "
-                "candidates may be cut only as a suffix in draw order"
+            rule = self.rule
+            while isinstance(rule, RuleWrapper):
+                rule = rule.rule
+            what = (
+                f"{type(rule).__name__} cuts a drawn candidate and adds a later one of the same row"
             )
+            raise ValueError(f"{what}; drawn candidates may be cut only as a suffix in draw order")
 
     def expand_gates(self, level: Level) -> Gates:
         gates = super().expand_gates(self.level)

@@ -29,12 +29,12 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, log_threshold, setting
-from dynatree_lab.methods.rules import MethodRule, values_of
-from dynatree_lab.methods.shared_settings import SharedSettings
+from dynatree_lab.methods.rules import MethodRule
+from dynatree_lab.methods.settings import MethodSettings
 
 
 @dataclass(frozen=True)
-class DySpec(SharedSettings):
+class DySpec(MethodSettings):
     """dyspec: the N likeliest nodes, or all from a threshold on (DySpec, Algorithms 1 and 2)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -44,7 +44,7 @@ class DySpec(SharedSettings):
     needs = {"t": ("exact", False)}
 
     def make_rule(self) -> Rule:
-        return self.configure(DySpecRule(self))
+        return DySpecRule(self)
 
 
 class DySpecRule(MethodRule):
@@ -69,7 +69,7 @@ class DySpecRule(MethodRule):
         if self.settings.exact:
             return {"N": self.is_among_best(level)}
         self.gate = "t", log_threshold(self.settings.t)
-        return {"t": values_of(level) >= self.gate[1]}
+        return {"t": level.values >= self.gate[1]}
 
     def expand_gates(self, level: Level) -> Gates:
         """Expand a node if its path probability passes the gate: no value below it is higher."""
@@ -85,7 +85,7 @@ class DySpecRule(MethodRule):
         """
         n_best, n_before = self.settings.N - 1, len(self.best)
         lowest = self.best[-1] if n_before == n_best else -math.inf
-        values = values_of(level)
+        values = level.values
         higher = numpy.flatnonzero(values > lowest)  # few of a large level, so sorting is cheap
         values = numpy.append(self.best, values.take(higher))
         best = (-values).argsort(kind="stable")[:n_best]

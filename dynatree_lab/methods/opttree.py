@@ -21,11 +21,11 @@ import numpy
 
 from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, setting
 from dynatree_lab.methods.dyspec import DySpec, DySpecRule
-from dynatree_lab.methods.shared_settings import SharedSettings
+from dynatree_lab.methods.settings import MethodSettings
 
 
 @dataclass(frozen=True)
-class OptTree(SharedSettings):
+class OptTree(MethodSettings):
     """opttree: the N likeliest nodes, drafted until a level adds too little (OPT-Tree)."""
 
     N: int = setting(32, 1, MAX_ROWS, "rows per tree, root included")
@@ -33,7 +33,7 @@ class OptTree(SharedSettings):
     delta: float = setting(0.05, 0.0, 1.0, "a level that adds at most delta to E(A) is the last")
 
     def make_rule(self) -> Rule:
-        return self.configure(OptTreeRule(self))
+        return OptTreeRule(self)
 
 
 class OptTreeRule(DySpecRule):

@@ -24,7 +24,7 @@ nodes, below the root or below the ends of the branches:
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import Field, dataclass
+from dataclasses import Field, dataclass, replace
 
 import numpy
 from numpy import ndarray
@@ -40,7 +40,6 @@ from draft_tree import (
     log_threshold,
     setting,
 )
-from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.drafting import DRAFTING
 from dynatree_lab.methods.rules import (
     MixedTree,
@@ -51,9 +50,8 @@ from dynatree_lab.methods.rules import (
     are_retrieved,
     best_rows,
     breadth_first,
-    make_rule,
+    hooked,
     select,
-    values_of,
 )
 from dynatree_lab.methods.sequoia import RankProbs, parse_rank_probs
 from dynatree_lab.methods.settings import MethodSettings, choice, read_values, text
@@ -163,12 +161,8 @@ class Graft(MethodSettings):
         n_levels = self.D_max if self.graft else 0
         thresholds = parse_checkpoints(self.checkpoints)
         rank_probs = parse_successor_probs(self.p)
-        base = make_rule(parse_base(self.base))
-        has_gates = isinstance(base, CostGates)
-        drafting = base.rule if has_gates else base
-        rule = GraftRule(drafting, self.N, n_levels, thresholds, rank_probs, self.at == "tail")
-        # The cost gates wrap the graft, because all rows of an iteration cost time
-        return CostGates(rule, base.given_costs) if has_gates else rule
+        base = parse_base(self.base).make_rule()
+        return GraftRule(base, self.N, n_levels, thresholds, rank_probs, self.at == "tail")
 
 
 class GraftRule(RuleWrapper):
@@ -190,26 +184,30 @@ class GraftRule(RuleWrapper):
             rank_probs: probabilities of successors, by rank.
             grafts_at_tail: graft below the ends of the branches, not below the root.
         """
-        super().__init__(base)
-        n_drafted = base.max_rows
-        if base.draws_candidates and n_drafted <= base.max_verified:
+        super().__init__(hooked(base))
+        of_base, n_drafted = self.facts, base.max_rows
+        if of_base.draws_candidates and n_drafted <= of_base.max_verified:
             # The base verifies all rows that it drafts, so the graft drafts no more than it can
             # verify. A cut by value would be wrong: draws decide which rows fit the base's budget
             n_drafted = min(n_drafted, n_rows)
         self.max_rows = n_drafted if n_rows > 1 else 1
-        self.max_kept = min(base.max_verified, n_rows)
+        self.max_kept = min(of_base.max_verified, n_rows)
         self.max_verified = n_rows
         self.graft_depth, self.grafts_at_tail = graft_depth, grafts_at_tail
         self.checkpoints = checkpoints
         self.table: SuccessorTable = {}
         self.logprobs = [math.log(p) for p in rank_probs]
-        self.target_top_k = len(rank_probs) if graft_depth else 0
-        self.is_chain = base.is_chain and not graft_depth
         # Probabilities decide which nodes are cut if there are too many, and which ends of branches
         # get grafts
         is_cut = n_drafted > self.max_kept
         uses_probs = bool(checkpoints) or grafts_at_tail or is_cut
-        self.depends_on_probs = base.depends_on_probs or uses_probs
+        self.facts = replace(
+            of_base,
+            max_verified=n_rows,
+            target_top_k=len(rank_probs) if graft_depth else 0,
+            is_chain=of_base.is_chain and not graft_depth,
+            depends_on_probs=of_base.depends_on_probs or uses_probs,
+        )
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         self.limit = max_depth
@@ -226,7 +224,7 @@ class GraftRule(RuleWrapper):
         if threshold:
             # A drawn candidate counts with p(u), but with no more than its value, which is known
             # before the draw, because rows below may take its place in the tree
-            known = numpy.minimum(level.path_logprobs, values_of(level))
+            known = numpy.minimum(level.path_logprobs, level.values)
             likely = known[self.is_added]
             is_likely = likely.max(initial=-math.inf) >= log_threshold(threshold)
             gates = {**gates, "checkpoints": bool(is_likely)}

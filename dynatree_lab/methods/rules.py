@@ -1,4 +1,4 @@
-"""Parts that rules share: attributes, a wrapper, drawn levels, and trees with retrieved rows.
+"""Parts that rules share: facts, a wrapper, drawn levels, and trees with retrieved rows.
 
 Shapes: N tree rows, n rows of a level, k candidates per row.
 """
@@ -11,20 +11,13 @@ from heapq import heappop, heappush
 
 from numpy import ndarray
 
-from draft_tree import MAX_ROWS, Gates, Level, Rule, Settings, Tree, passing
+from draft_tree import MAX_ROWS, DynaTreeRule, Gates, Level, Rule, Tree, passing
 
 
 class MethodRule(Rule):
-    """A rule with the attributes that the engine and the acceptances read. These are defaults."""
+    """A rule with more hooks. It may have attributes with the names of Facts."""
 
-    draws_candidates = False  # its candidates may be drawn (drawn.py)
-    depends_on_probs = True  # False: the log-probabilities do not change which nodes it adds
-    is_chain = False  # no row of its trees has two children
-    is_calibrated = False  # logprobs are calibrated acceptance probabilities (calibration.py)
-    min_rows = 1  # the engine pads a pass to at least these rows
-    reads_entropy = False  # its levels have the entropy of the draft's distributions
-    target_top_k = 0  # number of the target's best ids per row that observe_target gets; 0: no call
-    acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
+    is_chain = False
 
     def __init__(
         self, max_branches: int, max_depth: int, max_rows: int, max_verified: int | None = None
@@ -55,18 +48,21 @@ class MethodRule(Rule):
 
 
 class RuleWrapper(Rule):
-    """A rule that passes every hook on to another one, and has all of its attributes. Subclasses
-    change some of them."""
+    """A rule that passes every hook on to another one. Subclasses change some of them."""
 
-    def __init__(self, rule: Rule, defaults: MethodRule | None = None):
-        """defaults: has the attributes that a rule of the core lacks."""
+    def __init__(self, rule: Rule):
         super().__init__(rule.max_branches, rule.max_depth, rule.max_rows)  # grow reads them often
-        self.rule, self.defaults = rule, defaults
+        self.rule = rule
+        self.facts = facts_of(rule)
 
-    def __getattr__(self, name: str) -> object:
-        """Return an attribute that this rule has not set itself."""
-        is_missing = self.defaults and not hasattr(self.rule, name)
-        return getattr(self.defaults if is_missing else self.rule, name)
+    def start(self, prompt: list[int]) -> None:
+        self.rule.start(prompt)
+
+    def observe_target(self, tokens: list[int], top_ids: ndarray) -> None:
+        self.rule.observe_target(tokens, top_ids)
+
+    def state(self) -> dict[str, float | str]:
+        return self.rule.state()
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         return self.rule.begin_tree(root_token, max_depth)
@@ -84,23 +80,87 @@ class RuleWrapper(Rule):
         self.rule.adapt(tree, path)
 
 
-def make_rule(settings: Settings) -> Rule:
-    """Return a new rule of a method, as with_attributes returns it."""
-    return with_attributes(settings.make_rule())
+class CoreRule(RuleWrapper):
+    """A rule of the core, or of a fork, with the hooks of a MethodRule."""
+
+    def start(self, prompt: list[int]) -> None:
+        """Do nothing: the core has no such hook."""
+
+    def state(self) -> dict[str, float | str]:
+        """Return the current thresholds of DynaTree, and the mean of a_r by which history moves
+        them."""
+        if not isinstance(self.rule, DynaTreeRule):
+            return {}
+        s, ratios = self.rule.current, self.rule.depth_ratios
+        found = {"D0": s.D0, "tau_h": s.tau_h, "rho_deep": s.rho_deep}
+        return found | ({"depth_ratio": self.rule.mean_depth_ratio()} if ratios else {})
 
 
-def with_attributes(rule: Rule) -> Rule:
-    """Return the rule; a rule of the core in a wrapper that has the attributes of a MethodRule."""
-    if isinstance(rule, MethodRule | RuleWrapper):
-        return rule
-    return RuleWrapper(rule, MethodRule(rule.max_branches, rule.max_depth, rule.max_rows))
+def hooked(rule: Rule) -> MethodRule | RuleWrapper:
+    """Return the rule; one that lacks the hooks of a MethodRule is wrapped."""
+    return rule if isinstance(rule, MethodRule | RuleWrapper) else CoreRule(rule)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the engine asks of a rule before it runs. A rule has attributes of these names, or the
+    default holds."""
+
+    max_verified: int  # rows of the largest tree that finish_tree returns
+    n_drawn: int  # candidates per row if they are drawn
+    draws_candidates: bool  # its candidates may be drawn (drawn.py)
+    depends_on_probs: bool  # False: the log-probabilities do not change which nodes it adds
+    is_chain: bool  # no row of its trees has two children
+    is_calibrated: bool = False  # its logprobs are always calibrated (calibration.py)
+    can_be_gated: bool = True  # another rule may refuse rows and levels that it wants
+    min_rows: int = 1  # the engine pads a pass to at least these rows
+    reads_entropy: bool = False  # its levels have the entropy of the draft's distributions
+    target_top_k: int = 0  # the target's best ids per row that observe_target gets; 0: no call
+    acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
+
+
+def facts_of(rule: Rule) -> Facts:
+    """Return the facts of a rule, of the core or not."""
+    if isinstance(rule, RuleWrapper):
+        return rule.facts
+    found = {
+        "max_verified": rule.max_rows,
+        "n_drawn": rule.max_branches,
+        "draws_candidates": may_draw(rule),
+        "depends_on_probs": not has_fixed_shape(rule),
+        "is_chain": rule.max_branches == 1,
+    }
+    given = {f.name: getattr(rule, f.name) for f in fields(Facts) if hasattr(rule, f.name)}
+    return Facts(**found | given)
+
+
+def adding_class(rule: Rule) -> type[Rule]:
+    """Return the class that decides which candidates of a rule become rows."""
+    names = {"add_gates", "breadth", "finish_tree", "draws_candidates"}
+    return next(kind for kind in type(rule).__mro__ if names & vars(kind).keys())
+
+
+def may_draw(rule: Rule) -> bool:
+    """Whether a rule of the core may get drawn candidates. Its two classes compare `level.values`
+    with thresholds, so they may (drawn.py). A subclass that itself decides which candidates become
+    rows may not, unless it says so by an attribute draws_candidates."""
+    return adding_class(rule) in (Rule, DynaTreeRule)
+
+
+def has_fixed_shape(rule: Rule) -> bool:
+    """Whether the log-probabilities do not change which nodes a rule of the core adds."""
+    kind = adding_class(rule)
+    if kind not in (Rule, DynaTreeRule) or type(rule).expand_gates is not kind.expand_gates:
+        return False
+    s = rule.current if kind is DynaTreeRule else None
+    return not (s and (s.adapt_breadth or s.adapt_depth or s.prune))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnLevel(Level):
     """A level whose candidates are in draw order (drawn.py)."""
 
-    values: ndarray  # [n, k] float32, log values, known before the draw (drawn.drawn_values)
+    drawn_values: ndarray  # [n, k] float32, log values, known before the draw (drawn.drawn_values)
     find_confidence: Callable[[], ndarray]  # waits for the device, so it is called only if needed
 
     @cached_property
@@ -108,25 +168,21 @@ class DrawnLevel(Level):
         """c(u) [n]: the probability of the likeliest token after each row, drawn or not."""
         return self.find_confidence()
 
-
-def values_of(level: Level) -> ndarray:
-    """Return the log values [n, k] that may decide which candidates are added.
-
-    They are known before the draw if the candidates are drawn, and log p(u) if they are the top k.
-    """
-    return level.values if isinstance(level, DrawnLevel) else level.path_logprobs
+    @property
+    def values(self) -> ndarray:
+        return self.drawn_values
 
 
 def added_mask(level: Level, gates: Gates) -> ndarray:
     """Return which candidates [n, k] pass the gates and can be drawn. The budget may drop some."""
-    return passing(level, gates) & (values_of(level) > -math.inf)
+    return passing(level, gates) & (level.values > -math.inf)
 
 
 @dataclass(slots=True)
 class MixedTree(Tree):
     """A tree with the value of each row, and with rows that may be retrieved, not drafted."""
 
-    values: list[float] = field(default_factory=list)  # log values, as values_of returns them
+    values: list[float] = field(default_factory=list)  # log values, as Level.values
     are_retrieved: list[bool] = field(default_factory=list)
 
     @classmethod

@@ -118,6 +118,7 @@ class SequoiaRule(MethodRule):
 
     draws_candidates = True
     depends_on_probs = False
+    can_be_gated = False  # each row that it expands has its place in the shape
 
     def __init__(self, shape: TreeShape, max_depth: int):
         widest = max(len(children) for children in shape)

@@ -11,15 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, field, fields
 from typing import ClassVar
 
-from draft_tree import Settings
+from draft_tree import DynaTree, Settings
 
 BOOL_WORDS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+
+
+# Of the core's settings: a setting -> another one, and the only value of it with which the first
+# has an effect
+NEEDS_OF_DYNATREE = {
+    **dict.fromkeys(("B_min", "B_max", "tau_h", "tau_l"), ("adapt_breadth", True)),
+    **dict.fromkeys(("rho_stop", "rho_deep"), ("adapt_depth", True)),
+    "tau": ("prune", True),
+    "W": ("history", True),
+}
 
 
 class MethodSettings(Settings):
     """Settings of which some are words; each of these has a parser."""
 
-    # Setting -> another setting, and the only value of it with which the first has an effect
     needs: ClassVar[dict[str, tuple[str, bool]]] = {}
 
     def check(self, name: str, value: object, kind: type, metadata: Mapping) -> None:
@@ -57,6 +66,11 @@ def text(
     return field(default=default, metadata=metadata)
 
 
+def needs_of(kind: type) -> dict[str, tuple[str, bool]]:
+    """Return which settings of a method have an effect only with a value of another one."""
+    return getattr(kind, "needs", NEEDS_OF_DYNATREE if issubclass(kind, DynaTree) else {})
+
+
 def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
     """Parse NAME=VALUE assignments to fields of the settings dataclass `kind`.
 
@@ -79,7 +93,7 @@ def read_values(kind: type, assignments: Sequence[str]) -> dict[str, object]:
             is_bool = field_type is bool
             expected = "on or off" if is_bool else f"a value of type {field_type.__name__}"
             raise ValueError(f"{assignment}: {name} takes {expected}") from error
-    for name, (switch, needed) in getattr(kind, "needs", {}).items():
+    for name, (switch, needed) in needs_of(kind).items():
         if name in values and values.get(switch, getattr(kind, switch)) != needed:
             word = "off" if needed else "on"
             raise ValueError(f"{name} has no effect with {switch}={word}")

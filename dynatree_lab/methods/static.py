@@ -33,9 +33,8 @@ from draft_tree import (
     log_threshold,
     setting,
 )
-from dynatree_lab.methods.rules import MethodRule, values_of
+from dynatree_lab.methods.rules import MethodRule
 from dynatree_lab.methods.settings import MethodSettings, text
-from dynatree_lab.methods.shared_settings import SharedSettings
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Chain(MethodSettings):
 
 
 @dataclass(frozen=True)
-class ConfidentChain(SharedSettings):
+class ConfidentChain(MethodSettings):
     """confident: a chain that ends after the first token below p_min (Mamou et al. 2024)."""
 
     K: int = setting(16, 0, MAX_LEVELS, "maximum number of tokens drafted per iteration")
@@ -71,11 +70,11 @@ class ConfidentChain(SharedSettings):
 
     def make_rule(self) -> Rule:
         threshold = log_threshold(self.p_min)
-        return self.configure(StaticRule([1] * self.K, self.K + 1, min_to_expand=threshold))
+        return StaticRule([1] * self.K, self.K + 1, min_to_expand=threshold)
 
 
 @dataclass(frozen=True)
-class Fixed(SharedSettings):
+class Fixed(MethodSettings):
     """fixed: a static tree, B children per node down to depth D (section 4.3)."""
 
     D: int = setting(5, 1, MAX_LEVELS, "depth of the tree")
@@ -85,7 +84,7 @@ class Fixed(SharedSettings):
 
     def make_rule(self) -> Rule:
         threshold = log_threshold(self.tau)
-        return self.configure(StaticRule([self.B] * self.D, self.N_max, min_to_add=threshold))
+        return StaticRule([self.B] * self.D, self.N_max, min_to_add=threshold)
 
 
 def parse_widths(word: str) -> list[int]:
@@ -163,7 +162,7 @@ class StaticRule(MethodRule):
     def add_gates(self, level: Level) -> Gates:
         is_wanted = numpy.zeros(level.tokens.shape, dtype=bool)
         is_wanted[:, : self.widths[level.row_depth]] = True
-        return {"width": is_wanted, "tau": values_of(level) >= self.min_to_add}
+        return {"width": is_wanted, "tau": level.values >= self.min_to_add}
 
     def expand_gates(self, level: Level) -> Gates:
         return {"p_min": level.logprobs >= self.min_to_expand}

@@ -38,7 +38,7 @@ from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.process import Process
 from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.methods.acceptances import ACCEPTANCES, DrawnAcceptance
-from dynatree_lab.methods.rules import make_rule
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling
 from gpt_neox import KVCache, Model
 from verify import Acceptance
@@ -72,7 +72,7 @@ class Enumeration:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Settings | Method,
         target_table: Tensor,
         draft_table: Tensor,
         sampling: Sampling = PLAIN,
@@ -82,7 +82,8 @@ class Enumeration:
         fewer ids than the target, or more."""
         self.table = target_table
         self.target, self.draft = table_model(target_table), table_model(draft_table)
-        self.settings, self.sampling, self.learn = settings, sampling, learn
+        self.method = settings if isinstance(settings, Method) else Method(settings)
+        self.sampling, self.learn = sampling, learn
         self.trees = functools.cache(self.draft_trees)
         self.steps = functools.cache(self.accept_trees)
 
@@ -90,7 +91,7 @@ class Enumeration:
         """Return new parts of the method; all random choices are the sampler's."""
         given = given_sampler(self.sampling, sampler)
         target, draft = (ModelRun(each, 99, 0) for each in (self.target, self.draft))
-        parts = compose(target, draft, make_rule(self.settings), given)
+        parts = compose(target, draft, self.method, given)
         if self.learn:
             self.learn(parts)
         return parts
@@ -192,9 +193,10 @@ def difference_by_generate(
     sampling: Sampling,
     process: Process | None = None,
     acceptance: str | None = None,
+    **options: object,
 ) -> float:
     """Return the total variation between the distribution of `generate` and the target's own, of
-    processed logits if `process` is given.
+    processed logits if `process` is given. options: other fields of GenerationConfig.
 
     Unlike Enumeration, this covers real models and what a rule learns from tree to tree.
     It has more cases, so it can take even fewer ids and tokens.
@@ -202,7 +204,7 @@ def difference_by_generate(
 
     def write(choices: Choices) -> Text:
         given = given_sampler(sampling, Scripted(sampling, choices))
-        config = GenerationConfig(settings, sampling=given, acceptance=acceptance)
+        config = GenerationConfig(settings, sampling=given, acceptance=acceptance, **options)
         steps = generate(target, draft, [0], config, n_tokens, process=process)
         return tuple(token for step in steps for token in step.tokens)
 

@@ -12,7 +12,10 @@ import draft_tree
 from draft_tree import Candidates, Rule, Settings, Tree
 from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.methods import METHODS
+from dynatree_lab.methods.costs import EXAMPLE_COSTS
 from dynatree_lab.methods.drawn import DrawnRule
+from dynatree_lab.methods.method import Method
+from dynatree_lab.methods.rules import hooked
 from dynatree_lab.methods.sampler import DrawingSampler
 
 
@@ -50,6 +53,17 @@ def random_settings(method: str, rng: random.Random) -> Settings:
     return trees.random_settings(METHODS[method], rng, random_value)
 
 
+def random_options(settings: Settings, rng: random.Random) -> dict[str, object]:
+    """Draw calibrate and costs of a GenerationConfig; none where they have no effect."""
+    costs = rng.choice(("off", *EXAMPLE_COSTS))
+    options = {"calibrate": rng.random() < 0.5, "costs": costs}
+    try:
+        Method(settings, **options)
+    except ValueError:
+        return {}
+    return options
+
+
 def random_value(field: Field, rng: random.Random) -> object:
     """Draw the value of one setting; one that is a text is an example of the field's metadata."""
     if "parse" in field.metadata:
@@ -84,5 +98,5 @@ def grow(
     """Run draft_tree.grow. If the draft has a sampler, it draws its candidates, and the rule is
     wrapped in DrawnRule."""
     if getattr(draft, "sampler", None):
-        rule = DrawnRule(rule, draft, None)
+        rule = DrawnRule(hooked(rule), draft, None)
     return draft_tree.grow(rule, root, draft, max_depth, vocab_size)

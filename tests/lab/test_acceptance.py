@@ -24,8 +24,9 @@ from dynatree_lab.methods.acceptances import (
     accept_by_traversal,
     choose_acceptance,
 )
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.retrieval import Graft
-from dynatree_lab.methods.rules import make_rule
+from dynatree_lab.methods.rules import facts_of
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, SpecInfer
 
@@ -107,25 +108,25 @@ def test_a_forbidden_token_is_no_overflow(acceptance: str) -> None:
 
 def test_the_default_depends_on_the_kind_of_tree() -> None:
     """Check also two methods that their settings make a chain."""
-    rules = {name: make_rule(kind()) for name, kind in METHODS.items()}
-    chosen = {n: choose_acceptance(rule, None) for n, rule in rules.items() if not rule.acceptance}
+    facts = {name: Method(kind()).facts for name, kind in METHODS.items()}
+    chosen = {n: choose_acceptance(each, None) for n, each in facts.items() if not each.acceptance}
     of_one_shape = {"linear", "confident", "specinfer", "sequoia"}
     assert {name for name, by in chosen.items() if by is accept_by_traversal} == of_one_shape
     assert {by for name, by in chosen.items() if name not in of_one_shape} == {accept_by_token}
     dynatree = METHODS["dynatree"](B_min=1, B_mid=1, B_max=1)
     for settings in (dynatree, Graft("linear", graft=False, checkpoints="off")):
-        assert choose_acceptance(settings.make_rule(), None) is accept_by_traversal
+        assert choose_acceptance(facts_of(settings.make_rule()), None) is accept_by_traversal
         _, tree = make_drafted_tree(settings, 0)
         assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_an_invalid_choice_is_an_error() -> None:
     with pytest.raises(ValueError, match="acceptance is 'block', it must be token or traversal"):
-        choose_acceptance(Chain().make_rule(), "block")
+        choose_acceptance(facts_of(Chain().make_rule()), "block")
     own = Chain().make_rule()
     own.acceptance = accept_by_token
-    assert choose_acceptance(own, None) is accept_by_token
+    assert choose_acceptance(facts_of(own), None) is accept_by_token
     with pytest.raises(ValueError, match="token has no effect: the method has its own acceptance"):
-        choose_acceptance(own, "token")
+        choose_acceptance(facts_of(own), "token")
     with pytest.raises(ValueError, match="token is for sampled text"):
         next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="token"))

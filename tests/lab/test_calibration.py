@@ -144,9 +144,9 @@ def test_the_distribution_is_the_targets(method: str) -> None:
     """Enumerate all sampled texts of `generate`, with learning from tree to tree. At these costs
     some rows and levels pay, and others do not. Of four tokens, the second tree may still have a
     level."""
-    settings = METHODS[method](calibrate=True, costs="0.01:0.1:0.01:0.1", **SMALL[method])
-    pair = tiny_model(3, 2), tiny_model(4, 2)
-    assert difference_by_generate(*pair, settings, 4, Sampling(0.8)) < 1e-6
+    options = {"calibrate": True, "costs": "0.01:0.1:0.01:0.1"}
+    pair, settings = (tiny_model(3, 2), tiny_model(4, 2)), METHODS[method](**SMALL[method])
+    assert difference_by_generate(*pair, settings, 4, Sampling(0.8), **options) < 1e-6
 
 
 @pytest.mark.parametrize("method", SMALL)
@@ -156,8 +156,7 @@ def test_cost_gates_leave_out_what_does_not_pay(method: str) -> None:
     pair = tiny_model(3, 9), tiny_model(3, 9)
 
     def rows(**more: str) -> list[int]:
-        settings = METHODS[method](**SMALL[method], **more)
-        steps = list(generate(*pair, [0], settings, 60))[1:]
+        steps = list(generate(*pair, [0], METHODS[method](**SMALL[method]), 60, **more))[1:]
         n_run = sum(slot >= 0 for step in steps for slot in step.tree.draft_slots)
         return [sum(len(step.tree) - 1 for step in steps), n_run]
 

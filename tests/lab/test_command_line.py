@@ -24,7 +24,7 @@ from dynatree_lab.cli.compare import Comparison
 from dynatree_lab.cli.main import main
 from dynatree_lab.drawing import draw_tree
 from dynatree_lab.engine.generate import Step, generate
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.engine.generation_config import METHOD_OPTIONS, GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.errors import UsageError
 from dynatree_lab.methods import METHODS
@@ -88,7 +88,7 @@ def test_no_setting_of_a_method_is_reported_as_another(capsys: Captured) -> None
     """Check that no names collide. The stop texts once overwrote the setting `stop`."""
     found = run_json(capsys, ["--max-new-tokens", "2", "--set", "costs=learned", "--stop", "x"])
     assert found["settings"]["costs"] == "learned" and found["settings"]["stop_texts"] == ["x"]
-    names = found["settings"].keys() - asdict(METHODS["dynatree"]()).keys()
+    names = found["settings"].keys() - asdict(METHODS["dynatree"]()).keys() - {*METHOD_OPTIONS}
     for method in METHODS.values():
         assert not names & asdict(method()).keys()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fast import noisy_pair
-from growing import random_settings
+from growing import random_options, random_settings
 from small import ROOT, TINY, Captured
 
 import dynatree
@@ -110,7 +110,7 @@ def test_the_fast_engine_writes_what_the_reference_writes(
     rng = random.Random(f"{method} {SAMPLINGS.index(sampling)}")
     settings = with_fixed_costs(random_settings(method, rng))
     prompt = rng.choices(range(96), k=rng.randint(1, 30))
-    config = GenerationConfig(settings, sampling=sampling)
+    config = GenerationConfig(settings, sampling=sampling, **random_options(settings, rng))
     expected, found = (
         list(map(describe, dynatree_lab.engine.generate.generate(*pair, prompt, config, 30)))
         for pair in (reference, fast)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from draft_tree import Settings, Tree
 from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.drafting import DRAFTING
 from dynatree_lab.methods.drawn import DrawnDrafter
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 N_IDS = 40
@@ -65,7 +65,7 @@ def test_a_top_k_tree_is_that_of_the_divided_logits(method: str) -> None:
         assert_same(ours, trees(settings, GREEDY, divisor=temperature))
         is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, GREEDY)]
         seen["another shape"] += is_other
-        assert GenerationConfig(settings).has_temperature(draws=False) or not is_other, settings
+        assert Method(settings).has_temperature(draws=False) or not is_other, settings
     is_fixed = method in ("linear", "specinfer", "sequoia")
     assert (seen["another shape"] == 0) == is_fixed
 

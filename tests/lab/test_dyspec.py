@@ -149,7 +149,7 @@ def test_equal_values_do_not_use_up_the_row_budget() -> None:
         equal = numpy.full((n, 4), -1.0, numpy.float32)
         tokens = numpy.arange(4)[None].repeat(n, axis=0)
         level = DrawnLevel(
-            depth, tokens, equal, equal, values=equal, find_confidence=lambda: numpy.ones(1)
+            depth, tokens, equal, equal, drawn_values=equal, find_confidence=lambda: numpy.ones(1)
         )
         n_added.append(int(added_mask(level, rule.add_gates(level)).sum()))
     assert n_added == [4, 0, 0]

@@ -20,7 +20,7 @@ import pairs
 import pytest
 import torch
 from fast import ReferenceHead, append, fix_shapes, generate, make_head, pretend_capture
-from growing import LARGE_SETTINGS, random_settings
+from growing import LARGE_SETTINGS, random_options, random_settings
 from pairs import (
     VOCAB,
     Changes,
@@ -42,7 +42,8 @@ from dynatree_lab.engine.passes import SMALL_PASS, Window, round_up_rows
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.eagle import EagleHead
-from dynatree_lab.methods.rules import are_retrieved, make_rule
+from dynatree_lab.methods.method import Method
+from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import PaddedAutoregressive
 from dynatree_lab.metrics import token_ids
@@ -137,11 +138,13 @@ def random_case(method: str, mode: str, is_large: bool = False) -> Case:
     draft = make_draft(name, tensors, changes, number, kind)
     settings = LARGE_SETTINGS[method] if is_large else random_settings(method, rng)
     prompt, text = random_prompt_and_text(number)
-    options: dict[str, object] = {"graphs": number % 2 == 1} if mode == "fixed" else {}
+    options = {} if is_large else random_options(settings, rng)
+    if mode == "fixed":
+        options["graphs"] = number % 2 == 1
     if mode == "rebuild":
         options["commit"] = "rebuild"
     elif mode == "window":
-        size = max(make_rule(settings).max_verified, rng.choice([1, 5, 16, 24]))
+        size = max(Method(settings).facts.max_verified, rng.choice([1, 5, 16, 24]))
         options["window"] = Window(size, rng.choice([0, 1, 4]))
         options["commit"] = rng.choice(["keep", "rebuild"])
         # The window of a large tree is nearly full
@@ -182,7 +185,7 @@ def run_cases(method: str) -> Counter:
         assert token_ids(steps) == cut(case.greedy, set(case.eos_ids), case.limit), mode
         n_tokens = len(case.prompt) + case.limit
         seen["past positions"] += n_tokens > case.target.config.max_position_embeddings
-        if mode == "drawn" and make_rule(case.settings).draws_candidates:
+        if mode == "drawn" and Method(case.settings).facts.draws_candidates:
             seen["drawn trees"] += sum(len(step.tree) > 1 for step in steps[1:])
         if window := case.options.get("window"):
             assert max(max(step.cache_lengths) for step in steps) <= window.max_length
@@ -256,8 +259,7 @@ def test_a_strict_method_writes_ars_bits(number: int, method: str) -> None:
     target = build_model(halved, FastGPTNeoX, **changes)
     prompt = [rng.randrange(VOCAB) for _ in range((3, 250)[number % 2])]
     own = random_settings(method, rng)
-    rule = make_rule(own)
-    n_rows = round_up_rows(max(rule.max_verified, rule.min_rows))
+    n_rows = round_up_rows(Method(own).n_verified)
     options: dict[str, object] = {"strict": True, "commit": ("keep", "rebuild")[number // 3]}
     if number % 3 == 2:
         options["window"] = Window(max(n_rows, 40), 4)

@@ -96,7 +96,7 @@ def test_turns_are_fresh_runs(method: str, mode: str, monkeypatch: pytest.Monkey
     """Compare all ids, and count the rows of the target's first pass of each turn. Memory of fixed
     shapes is used by another text between two turns. Models of gpt_neox.py keep nothing."""
     pretend_capture(monkeypatch)
-    n_rows = config_of(method).make_rule().max_verified
+    n_rows = config_of(method).method.facts.max_verified
     config = config_of(
         method,
         sampling=Sampling(0.8, 0.95, seed=3) if mode == "sampled" else Sampling(),

@@ -200,8 +200,9 @@ def test_numbers_of_numpy_are_numbers(pair: Pair) -> None:
     """Check each place that takes a number, and that a report of them can be written as JSON."""
     numbers = {"temperature": numpy.float32(0.8), "seed": numpy.int64(3), "top_k": numpy.uint8(7)}
     numbers |= {"logprobs": numpy.int32(1), "max_new_tokens": numpy.int64(9)}
-    settings = lab.METHODS["dyspec"](N=numpy.int64(12), calibrate=True)
-    result = lab.write_text(pair, PROMPT, lab.GenerationConfig(settings), **numbers)
+    settings = lab.METHODS["dyspec"](N=numpy.int64(12))
+    config = lab.GenerationConfig(settings, calibrate=True)
+    result = lab.write_text(pair, PROMPT, config, **numbers)
     plain = {name: value.item() for name, value in numbers.items()}
     assert result.ids == lab.write_text(pair, PROMPT, "dyspec N=12 calibrate=on", **plain).ids
     assert json.loads(json.dumps(result.data))["settings"]["N"] == 12

@@ -19,8 +19,9 @@ from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.eagle import HiddenDrafter
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.retrieval import Graft, GraftRule
-from dynatree_lab.methods.rules import RuleWrapper, make_rule
+from dynatree_lab.methods.rules import MethodRule, RuleWrapper, facts_of, hooked
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, Fixed
 from gpt_neox import GPTNeoX
@@ -87,21 +88,19 @@ def test_a_window_shows_each_token_once() -> None:
 
 @pytest.mark.parametrize("settings", [*(kind() for kind in METHODS.values()), DynaTree()], ids=str)
 def test_a_wrapped_rule_is_like_the_rule(settings: Settings) -> None:
-    """Check all public attributes, one that only this test adds, and all hooks. Wrappers once had
-    the default of an attribute that they did not know."""
-    rule = make_rule(settings)
-    rule.of_a_fork = "kept"
+    """Check all hooks and the facts."""
+    rule = hooked(settings.make_rule())
     wrapped = RuleWrapper(RuleWrapper(rule))
-    assert wrapped.of_a_fork == "kept" and wrapped.max_verified and wrapped.state is not None
-    hooks = [name for name, value in vars(Rule).items() if isroutine(value) and name[0] != "_"]
-    for name in set(dir(rule)) - {"rule", "defaults"}:
-        own, found = getattr(rule, name), getattr(wrapped, name)
-        assert name.startswith("_") or name in hooks or found is own or found == own, name
+    assert wrapped.facts == facts_of(rule)
+    hooks = [name for name, value in vars(MethodRule).items() if isroutine(value)]
+    hooks += [name for name, value in vars(Rule).items() if isroutine(value)]
+    hooks = [name for name in dict.fromkeys(hooks) if name[0] != "_"]
     for name in hooks:
         given = tuple(range(len(signature(getattr(wrapped, name)).parameters)))
         calls = []
         setattr(rule, name, lambda *given, name=name, calls=calls: calls.append(given) or name)
-        assert getattr(wrapped, name)(*given) == (name if name != "adapt" else None)
+        has_result = name not in ("adapt", "start", "observe_target")
+        assert getattr(wrapped, name)(*given) == (name if has_result else None)
         assert calls == [given]
 
 
@@ -110,8 +109,8 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     probabilities. The acceptance must read the distributions of the drafter below the
     calibration."""
     target, draft = (ModelRun(model, 30, 9) for model in noisy_pair(3, kind=GPTNeoX))
-    base = "dyspec:N=6:calibrate=on:costs=learned"
-    parts = compose(target, draft, make_rule(Graft(base=base)), Sampling(1.0))
+    method = Method(Graft(base="dyspec:N=6"), calibrate=True, costs="learned")
+    parts = compose(target, draft, method, Sampling(1.0))
     assert len(target.on_pass) == 1 and not draft.on_pass
     calibrated, rule = parts.drafter, parts.rule
     assert isinstance(calibrated, CalibratedDrafter)
@@ -120,7 +119,7 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     assert isinstance(rule, DrawnRule) and rule.calibrated is calibrated
     assert isinstance(rule.rule, CostGates) and isinstance(rule.rule.rule, GraftRule)
     head = Watching()
-    for settings in (DySpec(N=4, calibrate=True), Auto()):
-        parts = compose(target, head, make_rule(settings), Sampling(1.0))
+    for method in (Method(DySpec(N=4), calibrate=True), Method(Auto())):
+        parts = compose(target, head, method, Sampling(1.0))
         found = parts.drafter
         assert (found.drafter if isinstance(found, CalibratedDrafter) else found) is head

@@ -1,6 +1,7 @@
 """Tests of a user's method: its drafter and acceptance, and the file that adds it (--load)."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -8,12 +9,23 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy
 import pytest
+from numpy import ndarray
 from small import ROOT, TINY, Captured, error_line
 from torch import Tensor
 
 import dynatree_lab as lab
-from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
+from draft_tree import (
+    Candidates,
+    DynaTree,
+    DynaTreeRule,
+    Gates,
+    Level,
+    Rule,
+    Settings,
+    Tree,
+)
 from dynatree import Drafter, ModelDrafter
 from dynatree_lab.benchmark import measure
 from dynatree_lab.benchmark.cases import TABLES
@@ -21,6 +33,7 @@ from dynatree_lab.benchmark.results import load
 from dynatree_lab.cli.main import main
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.acceptances import accept_by_token
+from dynatree_lab.methods.rules import facts_of
 from dynatree_lab.methods.static import Chain, Fixed
 from dynatree_lab.pair import Pair
 from verify import Acceptance, accept_greedy
@@ -83,6 +96,42 @@ class Repeated(Chain):
 
 
 @dataclass(frozen=True)
+class Own(DynaTree):
+    """own: dynatree under another name."""
+
+
+class TwoLevels(DynaTreeRule):
+    """A rule that says nothing of drawn candidates, and needs not."""
+
+    def expand_gates(self, level: Level) -> Gates:
+        return {"two": level.row_depth < 1}
+
+
+class EntropyRule(DynaTreeRule):
+    """A rule that says that it decides by what is known before the draw."""
+
+    reads_entropy = True
+    draws_candidates = True
+
+    def breadth(self, level: Level) -> ndarray:
+        return numpy.exp(level.entropy).round().clip(1, 3)
+
+
+class UnlikelyRule(DynaTreeRule):
+    """A rule that cuts candidates by their own probability, so they must not be drawn."""
+
+    def add_gates(self, level: Level) -> Gates:
+        return {"likely": level.logprobs >= math.log(0.05)}
+
+
+class CountingRule(DynaTreeRule):
+    """Another one. If they were drawn, the total variation would be 0.04."""
+
+    def breadth(self, level: Level) -> ndarray:
+        return (level.logprobs >= math.log(0.3)).sum(axis=1)
+
+
+@dataclass(frozen=True)
 class Lossy(Settings):
     """lossy: accepts what the draft proposes."""
 
@@ -108,13 +157,37 @@ class Both(Fixed):
 
 @pytest.fixture(autouse=True)
 def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (Halved, Repeated, Lossy, Both):
+    for kind in (Halved, Repeated, Own, Lossy, Both):
         monkeypatch.setitem(lab.METHODS, kind.__name__.lower(), kind)
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return lab.load_pair()
+
+
+@pytest.mark.parametrize("words", ["", "temperature=0.8", "calibrate=on temperature=0.8 seed=2"])
+@pytest.mark.parametrize("costs", ["", "costs=0.3:0.04:0.2:0.4"])
+def test_a_plain_subclass_is_the_built_in_method(words: str, costs: str, pair: Pair) -> None:
+    """Check trees, ids and the page's data. A subclass once got other candidates and no options."""
+    own, built_in = (
+        lab.write_text(pair, PROMPT, f"{name} {words} {costs}", max_new_tokens=24)
+        for name in ("own", "dynatree")
+    )
+    assert own.ids == built_in.ids and own.data["meanings"] == built_in.data["meanings"]
+    for one, other in zip(own.data["iterations"], built_in.data["iterations"], strict=True):
+        assert one | {"ms": 0} == other | {"ms": 0}
+
+
+def test_which_rules_get_drawn_candidates() -> None:
+    """Check that a subclass gets them unless it decides by itself which candidates become rows."""
+    for kind in (DynaTreeRule, TwoLevels, EntropyRule, UnlikelyRule, CountingRule):
+        is_safe = kind not in (UnlikelyRule, CountingRule)
+        assert facts_of(kind(DynaTree())).draws_candidates == is_safe
+    assert facts_of(Rule(2, 2, 9)).draws_candidates
+    unlikely = UnlikelyRule(DynaTree())
+    unlikely.draws_candidates = True
+    assert facts_of(unlikely).draws_candidates
 
 
 @pytest.mark.parametrize("words", ["halved", "repeated", "halved temperature=0.8"])

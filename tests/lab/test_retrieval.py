@@ -13,9 +13,9 @@ from growing import RuleRecorder, grow, random_settings
 from trees import ROOT, FakeDraft, Path, make_tree, path_to, paths
 
 from draft_tree import Tree
-from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.deagle import Deagle
 from dynatree_lab.methods.drafting import DRAFTING
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.retrieval import (
     TINY_PAIR_SUCCESSOR_PROBS,
     Graft,
@@ -25,8 +25,9 @@ from dynatree_lab.methods.retrieval import (
     parse_checkpoints,
     parse_successor_probs,
 )
-from dynatree_lab.methods.rules import MixedTree, are_retrieved, make_rule
+from dynatree_lab.methods.rules import MixedTree, are_retrieved
 from dynatree_lab.methods.sequoia import Sequoia
+from dynatree_lab.methods.settings import needs_of
 from dynatree_lab.methods.static import Chain
 
 RANK_PROBS = parse_successor_probs(TINY_PAIR_SUCCESSOR_PROBS)
@@ -87,21 +88,20 @@ def test_the_base_keeps_to_its_own_settings(name: str, at: str) -> None:
     for _ in range(10):
         own = random_settings(name, rng)
         drafted = grow(own.make_rule(), ROOT, FakeDraft(5), 127)
-        needs = getattr(own, "needs", {})  # without them a setting has no effect and is refused
+        needs = needs_of(type(own))  # without them a setting has no effect and is refused
         given = [f.name for f in fields(own) if has_effect(own, *needs.get(f.name, ()))]
         base = ":".join([name, *(f"{each}={getattr(own, each)}" for each in given)])
         rule = Graft(base=base, checkpoints="off", N=96, at=at).make_rule()
-        graft = rule.rule if isinstance(rule, CostGates) else rule
-        graft.table = full_table()
+        rule.table = full_table()
         tree = grow(rule, ROOT, FakeDraft(5), 127)
         assert len(tree) == 96
-        if make_rule(own).max_verified > 1:  # with one row, the base alone would not run the root
+        if Method(own).facts.max_verified > 1:  # one row alone would not be run
             assert_contains(tree, drafted)
 
 
 def test_checkpoints_stop_the_drafting() -> None:
     """Check that drafting stops only at their depths, if the best path is below the threshold."""
-    assert Graft(base="linear", graft=False).make_rule().target_top_k == 0
+    assert Graft(base="linear", graft=False).make_rule().facts.target_top_k == 0
     stopped_at = Counter()
     for seed in range(60):
         chain = grow(Chain(K=6).make_rule(), ROOT, FakeDraft(seed), 127)
@@ -218,7 +218,7 @@ def test_the_base_learns_from_its_own_nodes() -> None:
     assert are_retrieved(tree)[below[0]]
     for committed, ratio in ((path + below[:1], 1.0), (path[:2], 0.5), (path[:1], 0.0)):
         rule.adapt(tree, committed)
-        assert rule.rule.depth_ratios[-1] == ratio
+        assert rule.rule.rule.depth_ratios[-1] == ratio  # of the core's rule
 
 
 @pytest.mark.parametrize("commit", ["keep", "rebuild"])
@@ -244,15 +244,15 @@ def test_each_token_has_as_many_successors_as_p_has_ranks() -> None:
     table = full_table(k=8)
     for p, n_below_root in (("0.5:0.4", 2), ("0.9:0.01", 1)):
         rule = Recycle(N=4, p=p).make_rule()
-        assert rule.target_top_k == 2
-        rule.table = {token: best[: rule.target_top_k] for token, best in table.items()}
+        assert rule.facts.target_top_k == 2
+        rule.table = {token: best[:2] for token, best in table.items()}
         tree = grow(rule, ROOT, None, 127)
         assert tree.parents.count(0) == n_below_root and len(tree) == 4
 
 
 def test_cost_gates_over_graft_learn_from_all_rows() -> None:
     """Check that drafted and grafted rows are recorded, because both take time."""
-    rule = Graft(base="dynatree:costs=learned").make_rule()
+    rule = Method(Graft(), costs="learned").make_rule()
     recorded = []
     rule.tracker.record = lambda tokens, n_rows, *others: recorded.append(n_rows)
     rule.begin_tree(0, 9)

@@ -14,7 +14,7 @@ import torch
 from enumeration import difference
 from every_text import CPU, PLAIN, Enumeration, Learn, target_distribution
 from fast import Stub, generate, random_model
-from growing import random_settings
+from growing import random_options, random_settings
 from torch import Tensor
 from trees import make_tree, top_k
 
@@ -30,9 +30,10 @@ from dynatree_lab.methods.acceptances import (
 )
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.dyspec import DySpec
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.opttree import OptTree
 from dynatree_lab.methods.retrieval import Graft
-from dynatree_lab.methods.rules import MethodRule, make_rule
+from dynatree_lab.methods.rules import MethodRule
 from dynatree_lab.methods.sampler import MAX_CDF_DRAWS, Sampling
 from dynatree_lab.methods.static import (
     Chain,
@@ -299,7 +300,7 @@ def test_every_acceptance_is_exact_and_accepts_no_less_than_token(rule: str) -> 
             gains[by].append(length - texts.mean_length(3, accept_by_token))
     for by, more in gains.items():
         assert min(more) > -1e-9
-        if not settings.make_rule().draws_candidates:
+        if not Method(settings).facts.draws_candidates:
             assert max(more) < 1e-9
         elif by != "token" and rule in ("drawn chain", "pairs of pairs"):
             assert max(more) > 0.005
@@ -312,10 +313,10 @@ def test_every_method_is_exact(method: str) -> None:
     n_done = 0
     for _ in range(1000):
         settings = random_settings(method, rng)
-        rule = make_rule(settings)
-        if n_done < 2 and (not rule.draws_candidates or rule.max_rows <= 5):
+        own = Method(settings, **random_options(settings, rng))
+        if n_done < 2 and (not own.facts.draws_candidates or own.max_rows <= 5):
             draft = rng.choice(list(FEW_DRAFTS.values()))
-            assert error_of(settings, draft, 3, None, rng.choice(SAMPLINGS)) < 2e-8
+            assert error_of(own, draft, 3, None, rng.choice(SAMPLINGS)) < 2e-8
             n_done += 1
     assert n_done == 2
 
@@ -347,11 +348,16 @@ CHOICES = {  # settings; probabilities of the draft and of the target; a learned
     "stop by what a level adds": (OptTree(N=4, D_max=3, delta=0.4), SURE, AFTER_SURE, None),
     # The certain child of a takes the row of a's sibling. A net gain that depended on this tree's
     # own draws would let this happen if the sibling is b, but not if it is c
-    "cost of a row": (DySpec(N=3, D_max=3, costs="1e-9:0.277:1e-9:1e-9"), SURE, AFTER_SURE, None),
+    "cost of a row": (
+        Method(DySpec(N=3, D_max=3), costs="1e-9:0.277:1e-9:1e-9"),
+        SURE,
+        AFTER_SURE,
+        None,
+    ),
     # Which rows of level 1 are kept depends on whether there is a second level. If the tree's own
     # draws decided that, the total variation would be 0.008
     "cost of a level": (
-        DySpec(N=4, D_max=2, costs="1e-9:1e-9:1e-9:0.5"),
+        Method(DySpec(N=4, D_max=2), costs="1e-9:1e-9:1e-9:0.5"),
         [[0.4, 0, 0.6, 0], [0.1, 0.9, 0, 0], [0.3, 0.7, 0, 0], [0.15, 0, 0.2, 0.65]],
         [[0.29, 0.22, 0.2, 0.29]] * 4,
         None,
@@ -359,7 +365,7 @@ CHOICES = {  # settings; probabilities of the draft and of the target; a learned
     # Shares that rise from one place to the next. The gate once cut the first drawn candidate and
     # not the second: total variation 0.098
     "later sibling": (
-        DySpec(N=3, D_max=1, costs="0.01:0.1:0.01:0.1"),
+        Method(DySpec(N=3, D_max=1), costs="0.01:0.1:0.01:0.1"),
         [[0.6, 0.25, 0.15]] * 3,
         [[0.2, 0.5, 0.3]] * 3,
         set_rising_shares,
@@ -367,7 +373,7 @@ CHOICES = {  # settings; probabilities of the draft and of the target; a learned
     # A drawn row may be displaced if its calibrated probability is above the value known before the
     # draw. A checkpoint that looked at the former gave a total variation of 0.019
     "checkpoint": (
-        Graft(base="dyspec:N=3:D_max=3:calibrate=on", checkpoints="1@0.7", graft=False),
+        Method(Graft(base="dyspec:N=3:D_max=3", checkpoints="1@0.7", graft=False), calibrate=True),
         [[0.2, 0.5, 0.3]] * 3,
         [[0.01, 0.55, 0.44]] * 3,
         set_weights,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from draft_tree import setting
 from dynatree_lab.methods import METHODS
-from dynatree_lab.methods.settings import MethodSettings, choice, read_values, text
+from dynatree_lab.methods.settings import MethodSettings, choice, needs_of, read_values, text
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ def test_assignments(words: list[str], expected: dict[str, object] | str) -> Non
 def test_a_setting_without_effect_is_refused() -> None:
     """Check each setting that dynatree has for a part that is off, and the others."""
     kind = METHODS["dynatree"]
-    for name, (switch, _) in kind.needs.items():
+    for name, (switch, _) in needs_of(kind).items():
         value = getattr(kind(), name)
         assert read_values(kind, [f"{name}={value}", f"{switch}=on"])[name] == value
         with pytest.raises(ValueError, match=f"{name} has no effect with {switch}=off"):
             read_values(kind, [f"{switch}=off", f"{name}={value}"])
-    switches = [f"{switch}=off" for switch, _ in set(kind.needs.values())]
+    switches = [f"{switch}=off" for switch, _ in set(needs_of(kind).values())]
     assert len(read_values(kind, [*switches, "B_mid=3", "D0=2", "D_max=3"])) == 7
     with pytest.raises(ValueError, match="t has no effect with exact=on"):
         read_values(METHODS["dyspec"], ["t=0.1"])

@@ -71,7 +71,7 @@ def iterations(settings: Settings, seed: int, **options: object) -> list[dict]:
 def test_a_calibrated_tree_also_has_the_drafts_own_probabilities() -> None:
     """Compare the rows that the first tree has with and without calibration."""
     kind = METHODS["dynatree"]
-    plain, calibrated = (iterations(kind(calibrate=on), 3)[0] for on in (False, True))
+    plain, calibrated = (iterations(kind(), 3, calibrate=on)[0] for on in (False, True))
     expected = dict(zip(paths(tree_of(plain)), plain["tree"]["p"], strict=True))
     found = dict(zip(paths(tree_of(calibrated)), calibrated["tree"]["draft_p"], strict=True))
     shared = expected.keys() & found.keys()
