@@ -70,10 +70,14 @@ def source_of_candidates(
     draft: ModelRun | Drafter | None, method: Method, sampling: Sampling, sampler: DrawingSampler
 ) -> Drafter | None:
     """Return the drafter that chooses the candidates; None for a method that does not draft."""
-    if not method.max_depth or draft is None:
+    if not method.max_depth:
         return None
     if isinstance(draft, Drafter):
         return draft
+    if method.make_drafter:
+        return method.make_drafter(draft)
+    if draft is None:
+        return None
     ranking = draft_ranking(method, sampling)
     if ranking.is_read:
         return RankedDrafter(draft, ranking)
@@ -127,7 +131,7 @@ def compose(
         raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
     drafter = source_of_candidates(draft, method, sampling, sampler)
     drawn = drafter if isinstance(drafter, DrawnDrafter) else None
-    drafter = with_states(drafter, head_of(draft), target)
+    drafter = with_states(drafter, head_of(drafter), target)
     calibrated = recorded = None
     if drafter and method.is_calibrated:
         drafter = calibrated = CalibratedDrafter(drafter, is_drawn=drawn is not None)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,9 +28,9 @@ from dynatree_lab.engine.masks import PLAIN
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
 from dynatree_lab.engine.process import Process
-from dynatree_lab.engine.run import ModelRun, require_caches
+from dynatree_lab.engine.run import FastRun, ModelRun, require_caches
 from dynatree_lab.engine.scores import Ranking, token_logprobs
-from dynatree_lab.engine.step import Choice, Step, TimedDrafter, step_of
+from dynatree_lab.engine.step import Choice, Clock, Step, TimedDrafter, step_of
 from dynatree_lab.engine.strict import STRICT
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
@@ -84,39 +85,30 @@ def generate(
     Raises OutOfMemory, and what dynatree.generate raises.
     """
     require_valid(draft, config, drafter=drafter, accept=accept, logprobs=logprobs)
-    ids, end_ids = checked_ids("prompt", prompt), set(checked_ids("eos_ids", eos_ids))
-    if not ids or not 0 <= min(ids) <= max(ids) < target.config.vocab_size:
-        last = target.config.vocab_size - 1
-        raise ValueError(f"prompt must have at least one id, and all from 0 to {last}")
-    max_new_tokens = number("max_new_tokens", max_new_tokens, int)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+    text = checked_text(target, prompt, max_new_tokens, eos_ids)
     method = config.method if rule is None else method_of(rule, config)
-    needs_draft = drafter is None and method.needs_draft
-    if needs_draft and draft is None:
-        raise ValueError("this method drafts, so it needs a draft or a drafter")
-
-    n_tokens = len(ids) + max_new_tokens
-    target_run, draft_run = run_target(target, method, config, n_tokens), None
-    if needs_draft:
-        draft_run = run_draft(draft, method, config, n_tokens, n_ids=target.config.vocab_size)
+    target_run, draft_run = run_target(target, method, config, text), None
+    if drafter is None and method.needs_draft:
+        if draft is None:
+            raise ValueError("this method drafts, so it needs a draft or a drafter")
+        draft_run = run_draft(draft, method, config, text, n_ids=target.config.vocab_size)
     runs = [target_run, draft_run] if draft_run else [target_run]
     require_caches(runs)
-    if drafter is None and method.max_depth and method.make_drafter:
-        drafter = method.make_drafter(draft_run)
     if accept is None and config.sampling.is_greedy and method.make_accept:
         accept = method.make_accept()
     options = config.sampling, config.acceptance, is_recorded
     parts = compose(target_run, drafter or draft_run, method, *options)
     limited_rule = LimitedRule(parts.rule, target_run)
-    timed_drafter = TimedDrafter(parts.drafter or Drafter())
+    clock = Clock()
+    timed_drafter = TimedDrafter(parts.drafter or Drafter(), clock)
     choice = Choice(
         target_run,
-        ids[:-1],
+        text.ids[:-1],
         sampler=parts.accept,
         accept=accept,
         process=process,
         keeps_logits=logprobs is not None or inspect is not None,
+        clock=clock,
     )
     for run, cache in zip(runs, kept, strict=False):  # the draft's is unused without a draft
         run.keep(cache, choice.committed, config.strict)
@@ -124,19 +116,20 @@ def generate(
     steps = dynatree.generate(
         target_run,
         timed_drafter,
-        ids,
+        text.ids,
         limited_rule,
-        max_new_tokens,
-        eos_ids=end_ids,
+        text.max_new_tokens,
+        eos_ids=text.end_ids,
         accept=choice,
     )
     with target_run, draft_run or nullcontext(), closing(steps):
         began = time.perf_counter()
-        limited_rule.start(ids)
+        limited_rule.start(text.ids)
         for i, step in enumerate(steps):
             ms = (time.perf_counter() - began) * 1e3
             # Read here, because a caller may change the Step
-            goes_on = len(step.tokens) < max_new_tokens and step.tokens[-1] not in end_ids
+            goes_on = len(step.tokens) < text.max_new_tokens
+            goes_on = goes_on and step.tokens[-1] not in text.end_ids
             if inspect:
                 inspect(choice.logits[: len(step.tokens)])
             found = step_of(step, ms, choice=choice, drafter=timed_drafter, draft=draft_run)
@@ -147,10 +140,36 @@ def generate(
                 found = replace(found, record=parts.recorded.record)
             yield found
             if config.graphs and i == 0 and goes_on:
-                shortest = min(len(ids) + 1, config.window.size + config.window.sinks)
+                shortest = min(len(text.ids) + 1, config.window.size + config.window.sinks)
                 for run in runs:  # after the prefill, whose passes are not captured
                     run.capture(shortest)
             began = time.perf_counter()
+
+
+class Text(NamedTuple):
+    """The checked arguments of a text."""
+
+    ids: list[int]  # of the prompt
+    end_ids: set[int]
+    max_new_tokens: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids) + self.max_new_tokens
+
+
+def checked_text(
+    target: Model, prompt: Sequence[int], max_new_tokens: int, eos_ids: Iterable[int]
+) -> Text:
+    """Return the arguments of a text. Raises ValueError for invalid ones."""
+    ids, end_ids = checked_ids("prompt", prompt), set(checked_ids("eos_ids", eos_ids))
+    if not ids or not 0 <= min(ids) <= max(ids) < target.config.vocab_size:
+        last = target.config.vocab_size - 1
+        raise ValueError(f"prompt must have at least one id, and all from 0 to {last}")
+    max_new_tokens = number("max_new_tokens", max_new_tokens, int)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+    return Text(ids, end_ids, max_new_tokens)
 
 
 def checked_ids(name: str, ids: Iterable[int]) -> list[int]:
@@ -191,8 +210,8 @@ def method_of(rule: Rule, config: GenerationConfig) -> Method:
     return method
 
 
-def run_target(target: Model, method: Method, config: GenerationConfig, n_tokens: int) -> ModelRun:
-    """Return the target's run for a text of n_tokens. Raises ValueError for options that only an
+def run_target(target: Model, method: Method, config: GenerationConfig, text: Text) -> ModelRun:
+    """Return the target's run for a text. Raises ValueError for options that only an
     engine model has."""
     facts = method.facts
     if is_fast(target):
@@ -206,19 +225,19 @@ def run_target(target: Model, method: Method, config: GenerationConfig, n_tokens
             window=config.window,
             rebuilds_cache=config.commit == "rebuild",
         )
-        return ModelRun(target, n_tokens, facts.max_verified, pass_config)
+        return FastRun(target, text.n_tokens, facts.max_verified, pass_config)
     if not config.works_on_any_model:
         name = type(target).__name__
         raise ValueError(f"{name} has no strict passes, window or rebuilt commit; FastGPTNeoX has")
-    return ModelRun(target, n_tokens, facts.max_verified)
+    return ModelRun(target, text.n_tokens + facts.max_verified)
 
 
 def run_draft(
-    draft: Model, method: Method, config: GenerationConfig, n_tokens: int, n_ids: int
+    draft: Model, method: Method, config: GenerationConfig, text: Text, n_ids: int
 ) -> ModelRun:
-    """Return the draft's run for a text of n_tokens. n_ids: the target's V."""
+    """Return the draft's run for a text. n_ids: the target's V."""
     if not is_fast(draft):
-        return ModelRun(draft, n_tokens, method.max_rows)
+        return ModelRun(draft, text.n_tokens + method.max_rows)
     pass_config = PassConfig(
         # A level seldom has more rows than the tree; if it has, its pass has no fixed shape
         max_rows=min(method.max_rows, max(method.facts.max_verified, SMALL_PASS)),
@@ -229,4 +248,4 @@ def run_draft(
         window=config.window,
         is_draft=True,
     )
-    return ModelRun(draft, n_tokens, method.max_rows, pass_config)
+    return FastRun(draft, text.n_tokens, method.max_rows, pass_config)

@@ -50,11 +50,19 @@ class Step(dynatree.Step):
         return f"{accepted}, depth {max(self.tree.depths)}, {self.ms:.1f} ms: {self.tokens}"
 
 
+@dataclass
+class Clock:
+    """When the parts of an iteration ended. Between the two, the target's cache commits."""
+
+    accepted: float = 0.0
+    committed: float = 0.0
+
+
 class TimedDrafter(Drafter):
     """A drafter with the time that its drafts take."""
 
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, clock: Clock):
+        self.drafter, self.clock = drafter, clock
         self.ms = 0.0  # of the drafts since the last step
         self.of_root: Candidates | None = None  # those below the latest root
 
@@ -70,7 +78,7 @@ class TimedDrafter(Drafter):
         return found
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        self.commit_began = time.perf_counter()  # the target's cache has committed before
+        self.clock.committed = time.perf_counter()  # the loop commits the target's cache first
         self.drafter.commit(tree, path, tokens)
 
 
@@ -87,6 +95,7 @@ class Choice:
         accept: Acceptance | None,
         process: Process | None,
         keeps_logits: bool,
+        clock: Clock,
     ):
         """
         Args:
@@ -96,7 +105,7 @@ class Choice:
         """
         self.target, self.committed = target, committed
         self.sampler, self.accept, self.process = sampler, accept, process
-        self.keeps_logits = keeps_logits
+        self.keeps_logits, self.clock = keeps_logits, clock
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         scores = self.target.scores
@@ -116,7 +125,7 @@ class Choice:
             self.logits = logits[path]
         self.bonus = tokens[-1]
         self.committed += [tree.tokens[row] for row in path]
-        self.ended = time.perf_counter()
+        self.clock.accepted = time.perf_counter()
         return path, tokens
 
 
@@ -130,7 +139,7 @@ def step_of(
 ) -> Step:
     """Return the loop's step, which took `ms`, with what was kept during it."""
     draft_ms, drafter.ms = drafter.ms, 0.0
-    commit_ms = (drafter.commit_began - choice.ended) * 1e3  # of the target's cache
+    commit_ms = (choice.clock.committed - choice.clock.accepted) * 1e3
     verify_ms = choice.target.pop_stats()[0] + commit_ms
     n_cached, draft_rows = 0, []
     if draft:

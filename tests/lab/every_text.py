@@ -90,7 +90,7 @@ class Enumeration:
     def compose(self, sampler: DrawingSampler) -> Parts:
         """Return new parts of the method; all random choices are the sampler's."""
         given = given_sampler(self.sampling, sampler)
-        target, draft = (ModelRun(each, 99, 0) for each in (self.target, self.draft))
+        target, draft = (ModelRun(each, 99) for each in (self.target, self.draft))
         parts = compose(target, draft, self.method, given)
         if self.learn:
             self.learn(parts)

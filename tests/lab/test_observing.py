@@ -108,7 +108,7 @@ def test_the_parts_of_a_method_are_wrapped_in_one_order() -> None:
     """Check the order of the wrappers. Cost gates must get drawn values and calibrated
     probabilities. The acceptance must read the distributions of the drafter below the
     calibration."""
-    target, draft = (ModelRun(model, 30, 9) for model in noisy_pair(3, kind=GPTNeoX))
+    target, draft = (ModelRun(model, 39) for model in noisy_pair(3, kind=GPTNeoX))
     method = Method(Graft(base="dyspec:N=6"), calibrate=True, costs="learned")
     parts = compose(target, draft, method, Sampling(1.0))
     assert len(target.on_pass) == 1 and not draft.on_pass

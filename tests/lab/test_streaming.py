@@ -11,7 +11,7 @@ from draft_tree import Tree
 from dynatree import ModelDrafter
 from dynatree_lab.engine.model import FastCache, FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig, Window
-from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.engine.run import FastRun
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.methods.static import Chain
 from dynatree_lab.metrics import token_ids
@@ -85,7 +85,7 @@ def test_a_draft_that_lags_behind_keeps_what_its_window_keeps(n_uncached: int) -
     draft = FastGPTNeoX.from_tensors(config, random_tensors(config, 1))
     ranking = Ranking(96, are_logprobs=True)
     pass_config = PassConfig(ranking=ranking, window=Window(12, 2), is_draft=True)
-    drafter = ModelDrafter(ModelRun(draft, 240, 4, pass_config))
+    drafter = ModelDrafter(FastRun(draft, 240, 4, pass_config))
     text = torch.randint(96, (n_uncached + 9,), generator=torch.Generator().manual_seed(2)).tolist()
     with torch.inference_mode():
         drafter.start(text[:9], 240, 96)
@@ -102,7 +102,7 @@ def test_levels_of_a_tree_drop_nothing() -> None:
     """Check that a draft's window drops tokens only when they are committed, and not while a tree
     grows to its end: later levels would have other positions. Once they had."""
     window = Window(12, 2)
-    run = ModelRun(random_model(1), 240, 8, PassConfig(window=window, is_draft=True))
+    run = FastRun(random_model(1), 240, 8, PassConfig(window=window, is_draft=True))
     drafter = ModelDrafter(run)
     with torch.inference_mode():
         drafter.start(list(range(window.max_length - 3)), 240, 96)
