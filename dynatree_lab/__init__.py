@@ -12,6 +12,7 @@ the docstrings of this package, such as methods/drawn.py, start at this folder.
 
 methods    all methods but those of draft_tree.py
 engine     the fast model: CUDA graphs, windows, strict mode, ranks
+generation  one text: its options, its loop, its steps
 
 errors     the error of a request that cannot be carried out
 tokens     tokenizers, prompts, streamed text, stop texts
@@ -42,8 +43,8 @@ PLACES = {  # of each name, the module that has it
     "Session": "result",
     "save_page": "result",
     "draw_tree": "drawing",
-    "generate": "engine.generate",
-    "GenerationConfig": "engine.generation_config",
+    "generate": "generation.generate",
+    "GenerationConfig": "generation.config",
     "METHODS": "methods",
     "run": "cli.main",
     "Sampling": "methods.sampler",

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from draft_tree import Rule, number
 from dynatree import Drafter
-from dynatree_lab.engine.generate import Step, checked_ids, generate
-from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.passes import FULL_ATTENTION
-from dynatree_lab.engine.process import Process
+from dynatree_lab.generation.config import SAMPLING, GenerationConfig
+from dynatree_lab.generation.generate import Step, checked_ids, generate
+from dynatree_lab.generation.kept import KeptCache
+from dynatree_lab.generation.process import Process
 from dynatree_lab.pair import Pair, length_warning
 from dynatree_lab.tokens import encode_prompt
 from verify import Acceptance
 
 
 class TextOptions(TypedDict, total=False):
-    """The keyword arguments of a text. engine/generate.py explains those from rule to inspect."""
+    """The keyword arguments of a text. generate.py explains those from rule to inspect."""
 
     eos_ids: Iterable[int] | None  # None for the target's
     stop: str | Iterable[str]  # a text, or several, before which generation stops
@@ -56,7 +56,7 @@ class Request:
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
     stop: Sequence[str] = ()  # generation stops before any of these texts
-    logprobs: int | None = None  # as in engine/generate.py
+    logprobs: int | None = None  # as in generation/generate.py
     kept: Sequence[KeptCache] = ()  # of a session
     is_recorded: bool = False  # for a trace
     objects: dict[str, object] = field(default_factory=dict)  # by their names in OBJECTS

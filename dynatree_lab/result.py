@@ -19,13 +19,13 @@ import torch
 from tokenizers import Tokenizer
 
 from draft_tree import Settings
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import METHOD_OPTIONS, GenerationConfig
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
+from dynatree_lab.generation.config import METHOD_OPTIONS, GenerationConfig
+from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.html_page import as_page
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.acceptances import default_acceptance
@@ -141,7 +141,7 @@ def stream_text(
         options: those of request.TextOptions but logprobs.
 
     Warns of a sequence that is longer than the target was trained for. Raises ValueError for
-    invalid arguments, and the errors of engine/generate.py.
+    invalid arguments, and the errors of generation/generate.py.
     """
     return Result(make_request(pair, prompt, config, max_new_tokens, options), []).write()
 

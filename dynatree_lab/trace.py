@@ -18,8 +18,8 @@ import numpy
 from tokenizers import Tokenizer
 
 from draft_tree import Gates, Settings, Tree
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.record import TreeRecord
+from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.record import TreeRecord
 from dynatree_lab.methods.retrieval import Graft, parse_base
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.tokens import TextStream

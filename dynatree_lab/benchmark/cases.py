@@ -19,8 +19,8 @@ from pathlib import Path
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from dynatree_lab.cli.compare import strict_reference
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 

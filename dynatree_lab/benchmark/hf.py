@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
-from dynatree_lab.engine.generate import Step
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.eagle import head_of
 from dynatree_lab.pair import Pair
 

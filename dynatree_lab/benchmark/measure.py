@@ -60,10 +60,10 @@ from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
-from dynatree_lab.engine.generate import Step  # dynatree.Step with times and counts
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.generation.generate import Step  # dynatree.Step with times and counts
 from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request

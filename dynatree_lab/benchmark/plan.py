@@ -45,9 +45,9 @@ from dynatree_lab.cli.options import (
     require_one_pair,
     warn_of_length,
 )
-from dynatree_lab.engine.generation_config import FLAGS, GenerationConfig
 from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import FLAGS, GenerationConfig
 from dynatree_lab.pair import Pair, choose_device, choose_dtype, with_draft
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset

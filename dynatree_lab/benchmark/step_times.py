@@ -22,13 +22,13 @@ import torch
 
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.eagle_head import fc_bytes
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.masks import causal_mask
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured

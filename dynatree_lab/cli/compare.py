@@ -16,10 +16,10 @@ is_strict           whether the generation is strict; ar is then strict with as 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.static import PaddedAutoregressive
 from dynatree_lab.metrics import measure, token_ids
 from dynatree_lab.pair import Pair

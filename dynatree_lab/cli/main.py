@@ -39,10 +39,10 @@ from dynatree_lab.cli.prompts import Prompt, read_prompts, read_text
 from dynatree_lab.cli.terminal import LayerProgress
 from dynatree_lab.drawing import LEGEND, draw_tree
 from dynatree_lab.engine.checkpoint import first_line
-from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.rules import are_retrieved

@@ -15,9 +15,9 @@ import torch
 from dynatree_lab.cli.errors import print_line
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
-from dynatree_lab.engine.generation_config import SAMPLING, GenerationConfig
 from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import SAMPLING, GenerationConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import ACCEPTANCES
 from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, length_warning, load_pair

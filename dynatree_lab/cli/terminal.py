@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 
-from dynatree_lab.engine.generation_config import METHOD_OPTIONS
+from dynatree_lab.generation.config import METHOD_OPTIONS
 
 SLOW_PASS = 2.0  # seconds after which a pass shows its progress
 # Of a terminal: save the cursor and do not wrap the line, clear what follows, undo the first

@@ -1,7 +1,7 @@
 """The fast model: gpt_neox.py's model with fused layers and caches that run its passes.
 
 It is a gpt_neox.Model, and its greedy text is equal to that of GPTNeoX. The options of its passes
-are a PassConfig, which engine/generate.py makes for each model of a generation.
+are a PassConfig, which generation/generate.py makes for each model of a generation.
 
     model = FastGPTNeoX.from_pretrained("models/tiny/target", "cpu", torch.float32)
     cache = model.new_cache(256, PassConfig(max_rows=64))
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 class FastGPTNeoX(GPTNeoX):
     """A GPT-NeoX with fused layers, made by from_pretrained or from_tensors. In a pass it stands
-    between the run (engine/run.py) and the cache: it makes one PassInputs of its arguments."""
+    between the run (generation/run.py) and the cache: it makes one PassInputs of its arguments."""
 
     has_graphs = True  # passes of fixed shapes may be captured as CUDA graphs
 

@@ -107,7 +107,7 @@ class EagleHead:
         if n_left < 0:
             raise ValueError(
                 "an EAGLE head runs over the hidden states of its target; use it as the draft of "
-                "dynatree_lab.engine.generate.generate"
+                "dynatree_lab.generation.generate.generate"
             )
         states, cache.next_states = cache.next_states.split([n, n_left])
         cache.kv[0, 1, :, cache.length : cache.length + n] = split_heads(states, cache.kv)

@@ -32,11 +32,11 @@ from fast import Stub
 from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
-from dynatree_lab.engine.compose import Parts, compose
-from dynatree_lab.engine.generate import generate
-from dynatree_lab.engine.generation_config import GenerationConfig
-from dynatree_lab.engine.process import Process
-from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.generation.compose import Parts, compose
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import generate
+from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.methods.acceptances import ACCEPTANCES, DrawnAcceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling

@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from small import random_config, write_checkpoint
 from torch import Tensor, nn
 
-import dynatree_lab.engine.generate
+import dynatree_lab.generation.generate
 from draft_tree import Settings
 from dynatree_lab.engine import cuda_graphs
 from dynatree_lab.engine.checkpoint import INDEX, SINGLE, published_shapes
 from dynatree_lab.engine.eagle_head import FastHead
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.eagle import EagleHead, StateTransformer, predicted_states, with_states
 from gpt_neox import Config, GPTNeoX, KVCache
 
@@ -147,7 +147,7 @@ def generate(
     """Run the engine's generate. `options`: its arguments and the fields of GenerationConfig."""
     rest = {name: options.pop(name) for name in GENERATE_ARGUMENTS if name in options}
     config = GenerationConfig(settings, **options)
-    return dynatree_lab.engine.generate.generate(
+    return dynatree_lab.generation.generate.generate(
         target, draft, prompt, config, max_new_tokens, **rest
     )
 

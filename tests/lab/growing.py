@@ -10,7 +10,7 @@ from trees import FakeDraft, Path
 
 import draft_tree
 from draft_tree import Candidates, Rule, Settings, Tree
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.costs import EXAMPLE_COSTS
 from dynatree_lab.methods.drawn import DrawnRule

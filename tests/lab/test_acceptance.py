@@ -16,7 +16,7 @@ from test_sampler import N_IDS, OTHER, TARGET
 from trees import make_tree
 
 from draft_tree import Settings, Tree
-from dynatree_lab.engine.compose import Parts
+from dynatree_lab.generation.compose import Parts
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import (
     ACCEPTANCES,

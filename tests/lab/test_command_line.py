@@ -23,10 +23,10 @@ from dynatree_lab import request
 from dynatree_lab.cli.compare import Comparison
 from dynatree_lab.cli.main import main
 from dynatree_lab.drawing import draw_tree
-from dynatree_lab.engine.generate import Step, generate
-from dynatree_lab.engine.generation_config import METHOD_OPTIONS, GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import METHOD_OPTIONS, GenerationConfig
+from dynatree_lab.generation.generate import Step, generate
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.sampler import MAX_SEED, Sampling

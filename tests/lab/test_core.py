@@ -15,12 +15,12 @@ from growing import random_options, random_settings
 from small import ROOT, TINY, Captured
 
 import dynatree
-import dynatree_lab.engine.generate
+import dynatree_lab.generation.generate
 from draft_tree import Settings
 from dynatree_lab.cli.main import build_parser, main
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.rules import are_retrieved
@@ -112,7 +112,7 @@ def test_the_fast_engine_writes_what_the_reference_writes(
     prompt = rng.choices(range(96), k=rng.randint(1, 30))
     config = GenerationConfig(settings, sampling=sampling, **random_options(settings, rng))
     expected, found = (
-        list(map(describe, dynatree_lab.engine.generate.generate(*pair, prompt, config, 30)))
+        list(map(describe, dynatree_lab.generation.generate.generate(*pair, prompt, config, 30)))
         for pair in (reference, fast)
     )
     assert found == expected, settings

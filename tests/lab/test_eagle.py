@@ -192,7 +192,7 @@ def test_a_head_without_its_targets_states_is_refused(kind: type[GPTNeoX]) -> No
     for steps, message in [
         (
             generate(head, head, PROMPT, TREE, 5),
-            "use it as the draft of dynatree_lab.engine.generate",
+            "use it as the draft of dynatree_lab.generation.generate",
         ),
         (dynatree.generate(target, drafter, PROMPT, rule, 5), "use it as the draft of"),
         (generate(larger, head, PROMPT, TREE, 5), "hidden_size 32, this one has 64"),

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from draft_tree import Settings
 from dynatree_lab.engine.eagle_head import FastHead
-from dynatree_lab.engine.generate import Step
 from dynatree_lab.engine.invariance import invariant_rows
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import SMALL_PASS, Window, round_up_rows
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.eagle import EagleHead

@@ -30,7 +30,7 @@ from draft_tree import DynaTree
 from dynatree import ModelDrafter
 from dynatree_lab.benchmark.cases import PRESETS, TABLES
 from dynatree_lab.cli.options import choose_config
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.pair import load_pair
 from dynatree_lab.request import Request
 

@@ -17,10 +17,10 @@ from small import random_config, random_tensors
 from torch import Tensor
 
 import dynatree_lab as lab
-from dynatree_lab.engine.generation_config import GenerationConfig
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.metrics import token_ids

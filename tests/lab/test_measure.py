@@ -25,9 +25,9 @@ from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
 from dynatree_lab.benchmark.report import text_report
 from dynatree_lab.benchmark.results import Line, Results, key_of, load
 from dynatree_lab.benchmark.step_times import measure_step_times
-from dynatree_lab.engine.generate import Step
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.eagle import EagleHead
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request

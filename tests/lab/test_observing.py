@@ -9,9 +9,9 @@ from fast import fix_shapes, generate, noisy_pair, pretend_capture, random_model
 from torch import Tensor
 
 from draft_tree import Candidates, DynaTree, Rule, Settings, Tree
-from dynatree_lab.engine.compose import compose
 from dynatree_lab.engine.passes import Window
-from dynatree_lab.engine.run import ModelRun
+from dynatree_lab.generation.compose import compose
+from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.calibration import CalibratedDrafter

@@ -12,9 +12,9 @@ from dynatree_lab.benchmark import memory
 from dynatree_lab.benchmark.cases import Case
 from dynatree_lab.benchmark.memory import measure_in_new_process, measure_memory
 from dynatree_lab.benchmark.plan import build_parser
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

@@ -20,7 +20,7 @@ from trees import make_tree, top_k
 
 import dynatree_lab.methods.sampler
 from draft_tree import Gates, Level, Rule, Settings
-from dynatree_lab.engine.compose import Parts
+from dynatree_lab.generation.compose import Parts
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import (
     ACCEPTANCES,

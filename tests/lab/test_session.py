@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import dynatree_lab as lab
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.memory import OutOfMemory
+from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.metrics import token_ids
 from dynatree_lab.pair import Pair
 from dynatree_lab.result import Session

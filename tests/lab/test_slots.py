@@ -19,10 +19,10 @@ from torch import Tensor
 import dynatree
 from draft_tree import DynaTree, DynaTreeRule, Gates, Level, Tree
 from dynatree import ModelDrafter
-from dynatree_lab.engine.generate import generate
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.engine.process import Process, RowTexts, processed
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import generate
+from dynatree_lab.generation.process import Process, RowTexts, processed
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.rules import MethodRule

@@ -13,8 +13,8 @@ from draft_tree import DynaTree, Settings
 from dynatree_lab.benchmark import step_times
 from dynatree_lab.benchmark.step_times import MIN_COST, StepTimes, count_passes, step_bytes
 from dynatree_lab.engine.cache import FastCache
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.costs import parse_costs
 from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive

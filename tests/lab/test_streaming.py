@@ -11,8 +11,8 @@ from draft_tree import Tree
 from dynatree import ModelDrafter
 from dynatree_lab.engine.model import FastCache, FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig, Window
-from dynatree_lab.engine.run import FastRun
 from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.generation.run import FastRun
 from dynatree_lab.methods.static import Chain
 from dynatree_lab.metrics import token_ids
 

@@ -15,7 +15,6 @@ from trees import path_to, random_tree
 
 from dynatree_lab.engine import strict
 from dynatree_lab.engine.cache import FastCache
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.invariance import invariant_rows, strict_rows
 from dynatree_lab.engine.masks import Mask
@@ -23,6 +22,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.streamed import Budget, StoredLinear, load_streamed
 from dynatree_lab.engine.strict import MAX_STRICT_ROWS
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.static import Chain
 from gpt_neox import OUTPUT_HEAD
 

@@ -26,8 +26,8 @@ from dynatree_lab.benchmark.plan import (
 )
 from dynatree_lab.benchmark.report import column
 from dynatree_lab.cli.options import PYTHIA
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.passes import Window
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain
 

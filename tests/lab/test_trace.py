@@ -17,7 +17,7 @@ from trees import make_tree, paths
 
 from draft_tree import DynaTree, Settings, Tree
 from dynatree_lab.cli.main import main
-from dynatree_lab.engine.generate import Step
+from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import GREEDY, Sampling

@@ -17,7 +17,7 @@ from dynatree_lab.benchmark.results import Line, Results
 from dynatree_lab.benchmark.tuning import DRAFTED, RETRIEVED, count_root_ranks
 from dynatree_lab.cli.main import build_parser
 from dynatree_lab.cli.options import choose_config
-from dynatree_lab.engine.generation_config import GenerationConfig
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.sampler import Sampling
 
 

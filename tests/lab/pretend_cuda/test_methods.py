@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 import dynatree
 from dynatree_lab.cli.main import main
 from dynatree_lab.engine.eagle_head import load_head
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.engine.streamed import load_streamed
+from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling

@@ -20,18 +20,18 @@ from torch import Tensor
 import dynatree
 from draft_tree import Rule, number
 from dynatree import Drafter
-from dynatree_lab.engine.compose import compose, draft_ranking
-from dynatree_lab.engine.generation_config import GenerationConfig
 from dynatree_lab.engine.invariance import strict_rows
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.masks import PLAIN
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
-from dynatree_lab.engine.process import Process
-from dynatree_lab.engine.run import FastRun, ModelRun, require_caches
 from dynatree_lab.engine.scores import Ranking, token_logprobs
-from dynatree_lab.engine.step import Choice, Clock, Step, TimedDrafter, step_of
 from dynatree_lab.engine.strict import STRICT
+from dynatree_lab.generation.compose import compose, draft_ranking
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.kept import KeptCache
+from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.run import FastRun, ModelRun, require_caches
+from dynatree_lab.generation.step import Choice, Clock, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
 from gpt_neox import Model

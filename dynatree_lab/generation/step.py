@@ -1,5 +1,5 @@
-"""A step of engine/generate.py, and the drafter and the acceptance that keep what it has more than
-a step of dynatree.generate.
+"""A step of generate.py, and the drafter and the acceptance that keep what it has more than a step
+of dynatree.generate.
 
 Shapes: n rows of a tree, V vocabulary.
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 import dynatree
 from draft_tree import Candidates, Tree
 from dynatree import Drafter
-from dynatree_lab.engine.process import Process, processed
-from dynatree_lab.engine.record import TreeRecord
-from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Scores, TokenLogprob
+from dynatree_lab.generation.process import Process, processed
+from dynatree_lab.generation.record import TreeRecord
+from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.methods.overflow import accept_best, cut_path
 from dynatree_lab.methods.sampler import DrawingSampler
 from verify import Acceptance

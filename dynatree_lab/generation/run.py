@@ -19,10 +19,10 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from dynatree_lab.engine.kept import KeptCache
 from dynatree_lab.engine.memory import OutOfMemory, require_memory
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import Scores
+from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.methods.eagle import EagleHead
 from gpt_neox import PREFILL_CHUNK, KVCache, Model
 

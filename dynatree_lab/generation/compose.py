@@ -20,9 +20,9 @@ from torch import Tensor
 
 from draft_tree import Candidates, Rule
 from dynatree import Drafter, ModelDrafter
-from dynatree_lab.engine.record import RecordedRule
-from dynatree_lab.engine.run import ModelRun
 from dynatree_lab.engine.scores import Ranking
+from dynatree_lab.generation.record import RecordedRule
+from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.methods.acceptances import choose_acceptance
 from dynatree_lab.methods.calibration import CalibratedDrafter
 from dynatree_lab.methods.drawn import DrawnDrafter, DrawnRule

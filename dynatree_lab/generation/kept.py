@@ -1,7 +1,7 @@
 """A cache that is kept from one text to the next, so their common beginning is not run again.
 
-Every text has new caches (engine/run.py). A KeptCache copies the one of the last text, and gives
-the next one its first tokens: those with which both texts begin. All else is that of a fresh run.
+Every text has new caches (run.py). A KeptCache copies the one of the last text, and gives the next
+one its first tokens: those with which both texts begin. All else is that of a fresh run.
 
     kept = KeptCache(), KeptCache()  # of the target and of the draft
     for prompt in prompts:
