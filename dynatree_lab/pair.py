@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
+    Checkpoint,
     find_checkpoint,
-    is_head,
-    read_config,
     unused_settings,
 )
 from dynatree_lab.engine.eagle_head import load_head
@@ -28,7 +27,7 @@ from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from dynatree_lab.errors import UsageError
 from dynatree_lab.tokens import load_tokenizer, require_same_tokenizer
-from gpt_neox import GPTNeoX
+from gpt_neox import Config, GPTNeoX
 
 TINY = Path(__file__).parents[1] / "models" / "tiny"
 if not TINY.exists():  # the project is installed
@@ -212,42 +211,42 @@ def load_pair(
         if has_instructions(each, device) is False:
             announce(f"note: {device} has no {dtype_name(each)} instructions, so it is slow")
     # The draft first, because a misspelt one is noticed before the target, which may be gigabytes
-    draft_folder = find_checkpoint(draft, announce) if draft else None
-    target_folder = find_checkpoint(target, announce)
-    read_config(target_folder)  # refuses an EAGLE head, which has no tokenizer either
-    warn_of_unused_settings(target_folder)
-    tokenizer = load_tokenizer(target_folder)
-    if draft_folder and not is_head(draft_folder):
-        require_same_tokenizer(tokenizer, load_tokenizer(draft_folder))
+    own_draft = find_checkpoint(draft, announce) if draft else None
+    own = find_checkpoint(target, announce)
+    config = own.config  # refuses an EAGLE head, which has no tokenizer either
+    warn_of_unused_settings(own.folder)
+    tokenizer = load_tokenizer(own.folder)
+    if own_draft and not own_draft.is_head:
+        require_same_tokenizer(tokenizer, load_tokenizer(own_draft.folder))
     memory = parse_size(target_memory) if target_memory is not None else None
     start = time.perf_counter()
     memories = {"target_memory": memory}
-    if memory and draft_folder:
-        memories["draft_cache"] = cache_bytes_of_draft(draft_folder, target_folder, draft_dtype)
-    target_model = load_target(target_folder, device, dtype, **memories)
+    if memory and own_draft:
+        memories["draft_cache"] = cache_bytes_of_draft(own_draft, config, draft_dtype)
+    target_model = load_target(own, device, dtype, **memories)
     load_s = {"target": time.perf_counter() - start, "draft": 0.0}
     if memory is not None:
         report["streamed"] = describe_layers(target_model)
         announce(f"note: {report['streamed']}")
     others = {"load_s": load_s, "report": report, "target_memory": memory}
-    pair = Pair(target_model, None, tokenizer, target_folder, draft_folder=None, **others)
-    return with_draft(pair, draft_folder, draft_dtype) if draft_folder else pair
+    pair = Pair(target_model, None, tokenizer, own.folder, draft_folder=None, **others)
+    return with_draft(pair, own_draft, draft_dtype) if own_draft else pair
 
 
-def with_draft(pair: Pair, folder: Path, dtype: torch.dtype) -> Pair:
-    """Return the pair with the draft model or EAGLE head of a folder. Raises CheckpointError and
+def with_draft(pair: Pair, checkpoint: Checkpoint, dtype: torch.dtype) -> Pair:
+    """Return the pair with a draft model or an EAGLE head. Raises CheckpointError and
     OutOfMemory."""
     start, device = time.perf_counter(), pair.target.device
-    if is_head(folder):
-        draft = load_head(folder, pair.target_folder, device, dtype)
+    if checkpoint.is_head:
+        draft = load_head(checkpoint, pair.target_folder, device, dtype)
     else:
-        draft = FastGPTNeoX.from_pretrained(folder, device, dtype)
+        draft = FastGPTNeoX.from_pretrained(checkpoint, device, dtype)
     load_s = pair.load_s | {"draft": time.perf_counter() - start}
-    return replace(pair, draft=draft, draft_folder=folder, load_s=load_s)
+    return replace(pair, draft=draft, draft_folder=checkpoint.folder, load_s=load_s)
 
 
 def load_target(
-    folder: Path,
+    folder: Path | Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
     target_memory: int | None = None,
@@ -264,10 +263,9 @@ def load_target(
     return kind.from_pretrained(folder, device, dtype)
 
 
-def cache_bytes_of_draft(folder: Path, target_folder: Path, dtype: torch.dtype) -> int:
+def cache_bytes_of_draft(draft: Checkpoint, target: Config, dtype: torch.dtype) -> int:
     """Return the bytes of a draft's cache for as many tokens as the target was trained for."""
-    target = read_config(target_folder)
-    config = replace(target, num_hidden_layers=1) if is_head(folder) else read_config(folder)
+    config = draft.model_config or replace(target, num_hidden_layers=1)
     n_elements = 2 * config.num_hidden_layers * config.hidden_size
     return n_elements * dtype.itemsize * target.max_position_embeddings
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import embedded_pair
-from dynatree_lab.engine.checkpoint import load_tensors, published_shapes, read_config
+from dynatree_lab.engine.checkpoint import Checkpoint, load_tensors, published_shapes
 from dynatree_lab.errors import UsageError
 from dynatree_lab.folders import write_checkpoint
 from dynatree_lab.pair import TINY
@@ -62,7 +62,7 @@ def enlarged_pair(name: str) -> list[str]:
 def enlarge(source: Path, folder: Path, hidden_size: int, n_layers: int, vocab_size: int) -> None:
     """Write a checkpoint of a larger shape, in float16, that computes what `source` does. Raises
     UsageError for a shape that is not larger."""
-    small = read_config(source)
+    small = Checkpoint(source).config
     r, rest = divmod(hidden_size, small.hidden_size)
     if rest or r < 2 or n_layers < small.num_hidden_layers or vocab_size < small.vocab_size:
         raise UsageError(

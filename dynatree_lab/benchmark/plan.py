@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -45,6 +44,7 @@ from dynatree_lab.cli.options import (
     require_one_pair,
     warn_of_length,
 )
+from dynatree_lab.engine.checkpoint import find_checkpoint
 from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import FLAGS, GenerationConfig
@@ -185,7 +185,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     eagle_pair = None
     if any(case.uses_head for case in cases):
         models["head"] = args.head or embedded_head()
-        eagle_pair = with_draft(pair, Path(models["head"]), pair.draft.dtype)
+        eagle_pair = with_draft(pair, find_checkpoint(models["head"]), pair.draft.dtype)
     check_lengths(cases, pair)
     prompts = {
         part.dataset: choose_prompts(found, pair, part)

@@ -4,9 +4,8 @@ Supported are published Pythia checkpoints and newer saves, in one file or in sh
 with buffers. A note names other tensors that nothing uses. An error names a weight that is missing
 or misshapen.
 
-    folder = find_checkpoint("models/tiny/target")
-    config = read_config(folder)
-    tensors = load_tensors(folder, config, torch.device("cpu"), torch.float32)
+    found = find_checkpoint("models/tiny/target")
+    tensors = load_tensors(found.folder, found.config, torch.device("cpu"), torch.float32)
 
 The hub's own client fetches repositories of the hub into its cache, so HF_HOME, HF_TOKEN,
 HF_ENDPOINT and HF_HUB_OFFLINE work as usual. Only safetensors and JSON files are fetched, one after
@@ -58,19 +57,42 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+class Checkpoint:
+    """A folder with a GPT-NeoX or an EAGLE head, whose config is read once. Raises CheckpointError
+    for any other model."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.is_head = read_json(folder / "config.json").get("model_type") == HEAD_TYPE
+        with reading(folder):
+            self.model_config = None if self.is_head else gpt_neox.read_config(folder)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def config(self) -> Config:
+        """The Config of a GPT-NeoX. Raises CheckpointError for a head."""
+        if self.model_config is None:
+            raise CheckpointError(f"{self.folder} is an EAGLE head: use it as --draft")
+        return self.model_config
+
+
 def find_checkpoint(
-    name_or_path: str | Path, announce: Callable[[str], None] = lambda line: None
-) -> Path:
-    """Return the folder of a checkpoint, given a folder or a hub repository NAME or NAME@REVISION.
+    name_or_path: str | Path | Checkpoint, announce: Callable[[str], None] = lambda line: None
+) -> Checkpoint:
+    """Return the checkpoint of a folder, or of a hub repository NAME or NAME@REVISION.
 
     A repository is downloaded. announce: called with a line about the download before it starts.
     Raises CheckpointError.
     """
+    if isinstance(name_or_path, Checkpoint):
+        return name_or_path
     text = str(name_or_path)
     if os.path.isdir(text):
-        is_head(Path(text))  # refuses other models
-        weight_files(Path(text))
-        return Path(text)
+        found = Checkpoint(Path(text))
+        weight_files(found.folder)
+        return found
     name, _, revision = text.partition("@")
     if not name or name.startswith((".", "/", "~")) or os.path.exists(text):
         raise CheckpointError(f"{text!r} is neither a folder nor a hub name")
@@ -78,8 +100,8 @@ def find_checkpoint(
         return fetch(name, revision or None, announce)
 
 
-def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Path:
-    """Fetch the files of a repository that a run reads, and return their folder in the cache."""
+def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> Checkpoint:
+    """Fetch the files of a repository that a run reads. They are in a folder of the cache."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -88,7 +110,8 @@ def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> P
     folder = Path(get("config.json")).parent
     with suppress(EntryNotFoundError):  # most repositories have none
         get(GENERATION_CONFIG)
-    if not is_head(folder):  # which refuses other models before their weights are fetched
+    found = Checkpoint(folder)  # refuses other models before their weights are fetched
+    if not found.is_head:
         get("tokenizer.json")
     try:
         files = [get(SINGLE, dry_run=True)]
@@ -99,7 +122,7 @@ def fetch(name: str, revision: str | None, announce: Callable[[str], None]) -> P
         announce(f"fetching {name}: {n_bytes / 1e6:,.1f} MB into {folder.parents[2]}")
     for file in files:
         get(file.filename)
-    return folder
+    return found
 
 
 @contextmanager
@@ -138,23 +161,6 @@ def read_json(file: Path) -> dict:
     """Return the object that a JSON file holds. Raises CheckpointError."""
     with reading(file):
         return gpt_neox.read_json(file)
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder has an EAGLE head and not a GPT-NeoX. Raises CheckpointError for any other
-    model."""
-    if read_json(folder / "config.json").get("model_type") == HEAD_TYPE:
-        return True
-    with reading(folder):
-        gpt_neox.read_config(folder)
-    return False
-
-
-def read_config(folder: Path) -> Config:
-    """Return the Config of a GPT-NeoX's folder. Raises CheckpointError."""
-    if is_head(folder):
-        raise CheckpointError(f"{folder} is an EAGLE head: use it as --draft")
-    return gpt_neox.read_config(folder)
 
 
 def unused_settings(folder: Path) -> list[str]:

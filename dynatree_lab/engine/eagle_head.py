@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.checkpoint import (
+    Checkpoint,
     CheckpointError,
     StoredTensors,
+    find_checkpoint,
     find_tensors,
     load_tensors,
     published_shapes,
-    read_config,
     read_json,
     reading,
 )
@@ -59,8 +60,8 @@ def fc_bytes(model: GPTNeoX) -> int:
 
 
 def load_head(
-    folder: Path,
-    target_folder: Path,
+    folder: Path | Checkpoint,
+    target_folder: Path | Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
 ) -> FastHead:
@@ -69,7 +70,9 @@ def load_head(
     Raises CheckpointError if a file is invalid, or if the head belongs to another target. Raises
     OutOfMemory.
     """
-    target_config = read_config(target_folder)
+    folder = find_checkpoint(folder).folder
+    target_checkpoint = find_checkpoint(target_folder)
+    target_folder, target_config = target_checkpoint.folder, target_checkpoint.config
     config = replace(target_config, num_hidden_layers=1)
     shapes = head_shapes(config)
     with memory_for(f"the weights of {folder}"):

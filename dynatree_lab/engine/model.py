@@ -19,10 +19,10 @@ from torch import Tensor
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.checkpoint import (
     DTYPES,
+    Checkpoint,
     find_checkpoint,
     load_tensors,
     published_shapes,
-    read_config,
 )
 from dynatree_lab.engine.cuda_graphs import FixedCache
 from dynatree_lab.engine.inputs import PassInputs
@@ -59,7 +59,7 @@ class FastGPTNeoX(GPTNeoX):
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | Path,
+        name_or_path: str | Path | Checkpoint,
         device: str | torch.device = "cpu",
         dtype: torch.dtype | str = torch.float32,
     ) -> "FastGPTNeoX":
@@ -70,9 +70,9 @@ class FastGPTNeoX(GPTNeoX):
         """
         device, what = torch.device(device), f"the weights of {name_or_path}"
         with memory_for(what):
-            folder = find_checkpoint(name_or_path)
-            config = read_config(folder)
-            tensors = load_tensors(folder, config, device, DTYPES.get(dtype, dtype))
+            checkpoint = find_checkpoint(name_or_path)
+            config = checkpoint.config
+            tensors = load_tensors(checkpoint.folder, config, device, DTYPES.get(dtype, dtype))
             shapes = published_shapes(untied_if_head_differs(config, tensors))
             n_bytes = sum(map(math.prod, shapes.values())) * tensors.dtype.itemsize
             require_memory(n_bytes // cls.n_ranks(), device, what)

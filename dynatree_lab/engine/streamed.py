@@ -31,7 +31,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dynatree_lab.engine.checkpoint import CheckpointError, StoredTensors, load_tensors, read_config
+from dynatree_lab.engine.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    StoredTensors,
+    find_checkpoint,
+    load_tensors,
+)
 from dynatree_lab.engine.layers import (
     Affine,
     FusedLayer,
@@ -66,17 +72,22 @@ class StreamedGPTNeoX(FastGPTNeoX):
 
 
 def load_streamed(
-    folder: Path, device: torch.device, dtype: torch.dtype, budget: int, draft_cache: int = 0
+    folder: Path | Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    budget: int,
+    draft_cache: int = 0,
 ) -> StreamedGPTNeoX:
     """Load a model that takes about `budget` bytes of the device. They include the draft's cache,
     draft_cache bytes, and the model's own for as many tokens as it was trained for. Raises
     CheckpointError and OutOfMemory."""
-    config = read_config(folder)
-    tensors = load_tensors(folder, config, device, dtype)
+    checkpoint = find_checkpoint(folder)
+    config = checkpoint.config
+    tensors = load_tensors(checkpoint.folder, config, device, dtype)
     config = untied_if_head_differs(config, tensors)
     with torch.device("meta"):
         model = StreamedGPTNeoX(config)
-    with memory_for(f"the weights of {folder}"):
+    with memory_for(f"the weights of {checkpoint.folder}"):
         fuse_ends(model, tensors)
         embed_in = model.gpt_neox.embed_in
         fixed = embed_in.weight.nbytes + model.embed_out.nbytes

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import set_threads
-from dynatree_lab.engine.checkpoint import find_checkpoint, read_config, reading
+from dynatree_lab.engine.checkpoint import find_checkpoint, reading
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.folders import write_checkpoint
@@ -90,8 +90,8 @@ def execute(args: Namespace) -> int:
     out = Path(args.out).absolute()
     if out.exists():
         raise UsageError(f"{args.out} exists already; use a new folder")
-    folder = find_checkpoint(args.target, print_line)
-    config = read_config(folder)
+    checkpoint = find_checkpoint(args.target, print_line)
+    folder, config = checkpoint.folder, checkpoint.config
     text = read_ids(args.text, folder, config)
     if len(text) < args.context:
         raise UsageError(f"--text is too short: {len(text):,} tokens, --context {args.context}")

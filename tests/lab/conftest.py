@@ -42,7 +42,7 @@ def load_once(monkeypatch: pytest.MonkeyPatch) -> None:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | str = torch.float32,
     ) -> FastGPTNeoX:
-        folder = Path(name_or_path).absolute()
+        folder = Path(str(name_or_path)).absolute()
         if folder.parent != TINY or str(device) != "cpu" or cls is not FastGPTNeoX:
             return load(cls, name_or_path, device, dtype)
         shared = load_tiny(load, folder, "cpu", DTYPES.get(dtype, dtype))

@@ -38,8 +38,8 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.engine.checkpoint import (
     INDEX,
     SINGLE,
+    Checkpoint,
     CheckpointError,
-    read_config,
     unused_settings,
 )
 from dynatree_lab.engine.model import FastGPTNeoX
@@ -50,7 +50,7 @@ Write = Callable[[Path, Config, dict[str, Tensor]], object]
 
 @pytest.mark.parametrize("content", INVALID)
 def test_an_invalid_config_is_named_once(content: str | None, tmp_path: Path) -> None:
-    check_invalid_config(read_config, content, tmp_path)
+    check_invalid_config(lambda folder: Checkpoint(folder).config, content, tmp_path)
 
 
 SETTINGS = [  # a generation_config.json, the names of its settings that change transformers' text

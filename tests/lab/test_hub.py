@@ -21,7 +21,7 @@ from small import ROOT, TINY, Captured, error_line
 
 from dynatree_lab.benchmark import prompts
 from dynatree_lab.cli.main import main
-from dynatree_lab.engine.checkpoint import CheckpointError, find_checkpoint, is_head
+from dynatree_lab.engine.checkpoint import CheckpointError, find_checkpoint
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.errors import UsageError
 from dynatree_lab.pair import load_pair
@@ -134,7 +134,7 @@ def test_a_repository_is_announced_and_fetched_once(hub: Hub, layout: str) -> No
     generation = {"generation_config.json": b'{"eos_token_id": 50277}'}
     hub.add("org/name", files | (generation if layout == "single" else {}))
     said = []
-    folder = find_checkpoint("org/name", lambda line: said.append((line, hub.pop_fetched())))
+    folder = find_checkpoint("org/name", lambda line: said.append((line, hub.pop_fetched()))).folder
     n_bytes = sum(len(files[file]) for file in weights)
     line = f"fetching org/name: {n_bytes / 1e6:.1f} MB into {constants.HF_HUB_CACHE}"
     more = list(generation) if layout == "single" else []
@@ -142,13 +142,13 @@ def test_a_repository_is_announced_and_fetched_once(hub: Hub, layout: str) -> No
     assert hub.pop_fetched() == weights
     assert (50277 in FastGPTNeoX.from_pretrained("org/name").config.eos_ids) == bool(more)
     hub.pop_fetched()
-    assert find_checkpoint("org/name", pytest.fail) == folder and hub.pop_fetched() == []
+    assert find_checkpoint("org/name", pytest.fail).folder == folder and hub.pop_fetched() == []
 
 
 def test_a_head_is_fetched_without_a_tokenizer(hub: Hub) -> None:
     files = {name: (TINY / "eagle" / name).read_bytes() for name in ("config.json", WEIGHTS)}
     hub.add("org/head", files)
-    assert is_head(find_checkpoint("org/head"))
+    assert find_checkpoint("org/head").is_head
     assert hub.pop_fetched() == ["config.json", WEIGHTS]
 
 
@@ -156,9 +156,9 @@ def test_revisions(hub: Hub) -> None:
     """Check a branch, a tag with a slash and a commit; main is the default."""
     step_commit = hub.add("org/name", golden_files("sequential_residual"), "step1", "tags/v1")
     main_commit = hub.add("org/name", golden_files(SINGLE))
-    assert find_checkpoint("org/name").name == main_commit
+    assert find_checkpoint("org/name").folder.name == main_commit
     for revision in ("step1", "tags/v1", step_commit):
-        assert find_checkpoint(f"org/name@{revision}").name == step_commit
+        assert find_checkpoint(f"org/name@{revision}").folder.name == step_commit
     assert hub.pop_fetched().count(WEIGHTS) == 2
     with pytest.raises(CheckpointError, match="404"):
         find_checkpoint("org/name@step2")
@@ -190,10 +190,10 @@ def test_without_a_network_a_complete_cache_is_used(
 ) -> None:
     """Check also that an incomplete cache is refused, in a line that names the embedded pair."""
     hub.add("org/name", golden_files(SHARDED), "step1")
-    folders = {name: find_checkpoint(name) for name in ("org/name", "org/name@step1")}
+    folders = {name: find_checkpoint(name).folder for name in ("org/name", "org/name@step1")}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name, folder in folders.items():
-        assert find_checkpoint(name, pytest.fail) == folder
+        assert find_checkpoint(name, pytest.fail).folder == folder
     (folder / SHARDS[4]).unlink()
     for name in ("org/name", "org/new"):
         line = error_line(capsys, main, ["--prompt", "a", "--method", "ar", "--target", name])

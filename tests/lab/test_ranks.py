@@ -31,7 +31,7 @@ from dynatree_lab.benchmark.measure import main as run_benchmark
 from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.options import open_pair
 from dynatree_lab.engine import tensor_parallel
-from dynatree_lab.engine.checkpoint import CheckpointError, load_tensors, read_config
+from dynatree_lab.engine.checkpoint import Checkpoint, CheckpointError, load_tensors
 from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
@@ -317,7 +317,7 @@ def test_text_is_kept_if_a_rank_ends(ranks: list[Found]) -> None:
 
 def test_each_rank_holds_only_its_shard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the size of a rank's weights and caches. 97 ids are not divisible by two."""
-    tensors = load_tensors(folder / "tied", read_config(folder / "tied"), CPU, torch.float32)
+    tensors = load_tensors(folder / "tied", Checkpoint(folder / "tied").config, CPU, torch.float32)
     whole = sum(tensor.nbytes for tensor in tensors.values())
     monkeypatch.setenv("WORLD_SIZE", "2")
     for number in ("0", "1"):
