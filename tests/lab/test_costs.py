@@ -36,13 +36,15 @@ def test_costs_are_found_from_the_times_of_iterations(tree: float, row: float) -
 
 
 @pytest.mark.parametrize(("row", "level"), [(0.005, 0.001), (0.1, 0.4)])
-def test_one_iteration_tells_what_a_row_and_a_level_cost(row: float, level: float) -> None:
+def test_two_drafts_tell_what_a_row_and_a_level_cost(row: float, level: float) -> None:
     """Check prices, in units of a pass, of a target that is far slower than the draft, and of a
-    small one. The prompt's pass tells the price of a row, and a drafted level its own."""
+    small one. The prompt's pass tells the price of a row, and a drafted level its own. The first
+    draft also runs the prompt, for as long as 20 levels."""
     tracker = CostTracker()
     tracker.observe_prompt(101, 3000 * (1 + 100 * row))
     tracker.record(1, 1, 0, 0.0, 3000.0)
-    tracker.record(2, 3, 2, 3000 * 2 * level, 3000 * (1 + 2 * row))
+    for n_levels in (22, 2):
+        tracker.record(2, 3, 2, 3000 * n_levels * level, 3000 * (1 + 2 * row))
     tracker.begin_tree()
     step, prices = tracker.prices[0], tracker.prices
     assert prices[ROW] / step == pytest.approx(row, rel=0.2)
@@ -70,6 +72,16 @@ def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     rule.adapt(tree, [0])
     rule.tracker.begin_tree()
     assert rule.tracker.prices == pytest.approx([1, 0.1, 0.02, 0.1, 0.3])
+
+
+def test_the_first_draft_only_lowers_the_costs_of_drafting() -> None:
+    """Check a first draft that takes 14 times as long as expected, because it runs the prompt, and
+    one that takes a tenth of the time."""
+    for draft_ms, expected in ((980.0, [10, 30]), (7.0, [1, 3])):
+        tracker = CostTracker()
+        tracker.record(1, 1, 0, draft_ms=0.0, other_ms=100.0)
+        tracker.record(2, 3, 2, draft_ms=draft_ms, other_ms=130.0)
+        assert tracker.drafting.costs == pytest.approx(expected)
 
 
 def test_costs_by_hand() -> None:
