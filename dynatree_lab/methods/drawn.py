@@ -61,7 +61,7 @@ class DrawnRule(RuleWrapper):
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         self.values = [0.0]  # of each row of the tree
-        # log p(u) and value of the rows that the draft runs next, [n, 2]
+        # Log acceptance probability and value of the rows that the draft runs next, [n, 2]
         self.parent_scores = numpy.zeros((1, 2), numpy.float32)
         return super().begin_tree(root_token, max_depth)
 
@@ -100,7 +100,8 @@ class DrawnRule(RuleWrapper):
     def expand_gates(self, level: Level) -> Gates:
         gates = super().expand_gates(self.level)
         is_expanded = passing(self.level, gates) & self.is_added
-        columns = self.level.path_logprobs[is_expanded], self.level.values[is_expanded]
+        accepted = acceptance_logprobs(self.level, self.calibrated is not None)
+        columns = accepted[is_expanded], self.level.values[is_expanded]
         self.parent_scores = numpy.stack(columns, axis=1)  # breadth-first, as the rows are run
         return gates
 
@@ -108,18 +109,25 @@ class DrawnRule(RuleWrapper):
         return super().finish_tree(MixedTree.from_tree(tree, self.values[: len(tree)]))
 
 
+def acceptance_logprobs(level: DrawnLevel, is_calibrated: bool) -> ndarray:
+    """Return the log-probability [n, k] that each drawn candidate is accepted, earlier siblings
+    rejected. p(u) is that already, because a draft's probabilities are relative to all siblings."""
+    return level.values + level.logprobs if is_calibrated else level.path_logprobs
+
+
 def drawn_values(logprobs: ndarray, parent_scores: ndarray, is_calibrated: bool) -> ndarray:
     """Return the log values [n, k] of drawn candidates, each known before the candidate is drawn.
 
-    value = p(u) * (1 - sum(probs of earlier siblings))  # of a child of row u (DySpec, Eq. 11)
-    value = p(u) * product(1 - probs of earlier siblings)  # if calibrated
+    value = a(u) * (1 - sum(probs of earlier siblings))  # of a child of row u (DySpec, Eq. 11)
+    value = a(u) * product(1 - probs of earlier siblings)  # if calibrated
 
-    The second factor is the probability that all earlier siblings are rejected. The draft's
-    probabilities are renormalised after each draw; acceptance probabilities are not.
+    a(u) is the probability that row u is accepted. The second factor is the probability that all
+    earlier siblings are rejected. The draft's probabilities are renormalised after each draw;
+    acceptance probabilities are not.
 
     Args:
         logprobs: [n, k], -inf for tokens that cannot be drawn.
-        parent_scores: [n, 2], log p(u) and value of the rows.
+        parent_scores: [n, 2], log a(u) and value of the rows.
         is_calibrated: logprobs are of acceptance.
     """
     probs = numpy.exp(logprobs)

@@ -5,8 +5,9 @@ import random
 
 import numpy
 import pytest
+import torch
 from enumeration import tiny_model
-from every_text import difference_by_generate
+from every_text import Enumeration, difference_by_generate, draft
 from fast import generate
 from trees import make_tree
 
@@ -15,6 +16,7 @@ from dynatree import Drafter
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.calibration import CalibratedDrafter
 from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.methods.static import Fixed
 
 SMALL = {
     "dynatree": dict(B_min=1, B_mid=1, B_max=2, tau_h=0.9, tau_l=0.6, rho_stop=0.2, tau=0.3),
@@ -137,6 +139,18 @@ def test_a_node_below_a_rejected_one_is_not_learned(is_drawn: bool) -> None:
     tree.draft_slots[:2] = 0, 1
     drafter.commit(tree, [0], [5])
     assert learned == [False]
+
+
+def test_a_row_below_a_second_child_is_reached_only_if_the_first_one_is_rejected() -> None:
+    """Check values, which are acceptance probabilities before the draw, if every candidate is
+    accepted with probability 1/2: the two children of the root, then two of each."""
+    table = torch.zeros(2, 2)
+    parts = Enumeration(Fixed(D=2, B=2, tau=0.0, calibrate=True), table, table).compose(
+        Sampling(1.0).sampler(torch.device("cpu"))
+    )
+    tree = draft(parts, 0, 2, 2)
+    expected = [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 8]
+    assert numpy.exp(tree.values).tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("method", SMALL)
