@@ -99,6 +99,7 @@ class AutoRule(MethodRule):
     """The rule of auto: the n-grams, acceptance rates and costs of one generation."""
 
     draws_candidates = True
+    is_chain = True  # n_drawn is 1
     is_calibrated = True
     can_be_gated = False  # it has gates by cost of its own
     target_top_k = N_RANKS

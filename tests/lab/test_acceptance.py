@@ -110,9 +110,9 @@ def test_the_default_depends_on_the_kind_of_tree() -> None:
     """Check also two methods that their settings make a chain."""
     facts = {name: Method(kind()).facts for name, kind in METHODS.items()}
     chosen = {n: choose_acceptance(each, None) for n, each in facts.items() if not each.acceptance}
-    of_one_shape = {"linear", "confident", "specinfer", "sequoia"}
-    assert {name for name, by in chosen.items() if by is accept_by_traversal} == of_one_shape
-    assert {by for name, by in chosen.items() if name not in of_one_shape} == {accept_by_token}
+    by_traversal = {"linear", "confident", "specinfer", "sequoia", "auto"}
+    assert {name for name, by in chosen.items() if by is accept_by_traversal} == by_traversal
+    assert {by for name, by in chosen.items() if name not in by_traversal} == {accept_by_token}
     dynatree = METHODS["dynatree"](B_min=1, B_mid=1, B_max=1)
     for settings in (dynatree, Graft("linear", graft=False, checkpoints="off")):
         assert choose_acceptance(facts_of(settings.make_rule()), None) is accept_by_traversal
