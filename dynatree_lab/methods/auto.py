@@ -31,7 +31,6 @@ from numpy import ndarray
 from draft_tree import MAX_LEVELS, MAX_ROWS, Gates, Level, Rule, Tree, setting
 from dynatree_lab.methods.costs import (
     EXAMPLE_COSTS,
-    INITIAL_LEVEL_GAIN,
     ROW,
     TREE,
     CostTracker,
@@ -121,6 +120,7 @@ class AutoRule(MethodRule):
         self.top_ids: list[list[int]] = []  # [N, target_top_k], the target's best tokens after it
         self.ngram_net_gain = 0.0
         self.n_levels = 0  # drafted
+        self.parents_sum = 1.0  # acceptance probabilities of the rows that the draft runs next
 
     def start(self, prompt: list[int]) -> None:
         self.began = time.perf_counter()
@@ -129,7 +129,7 @@ class AutoRule(MethodRule):
         """Build a tree of n-gram nodes, and return 0 levels unless drafting may gain more."""
         self.began = time.perf_counter()
         self.depth_limit = max_depth
-        self.n_levels = 0
+        self.n_levels, self.parents_sum = 0, 1.0
         self.tracker.begin_tree()
         self.set_tree(Tree.from_root(root_token), MAX_NGRAM_DEPTH)
         expected = sum(map(math.exp, self.tree.path_logprobs))  # the root's term: the bonus token
@@ -194,9 +194,10 @@ class AutoRule(MethodRule):
 
     def expand_gates(self, level: Level) -> Gates:
         """Return c_level, which passes all added rows if together they pay for another level."""
-        # A level is expected to add INITIAL_LEVEL_GAIN tokens per unit of its parents' p(u)
-        expected = INITIAL_LEVEL_GAIN * numpy.exp(level.path_logprobs[self.is_added]).sum()
-        return {"c_level": self.tracker.level_pays(expected)}
+        probs = numpy.exp(level.path_logprobs[self.is_added])
+        self.tracker.record_level(self.parents_sum, probs.sum(), len(probs))
+        self.parents_sum = probs.sum()
+        return {"c_level": self.tracker.level_pays(self.tracker.level_gain * self.parents_sum)}
 
     def finish_tree(self, tree: Tree) -> Tree:
         """Return the drafted tree with n-gram nodes, or the n-gram tree if nothing was drafted."""

@@ -26,13 +26,12 @@ import numpy
 from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, passing
-from dynatree_lab.methods.costs import INITIAL_LEVEL_GAIN, ROW, CostTracker
+from dynatree_lab.methods.costs import CostTracker
 from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved
 
-RATE = 0.1  # weight of the latest tree in a running mean
+RATE = 0.1  # weight of the latest tree in the mean of a share
 PRIOR_TREES = 10  # drafted trees that the initial estimate of drafting stands for
 INITIAL_SHARE = 0.7  # of the first drawn candidate of a row; to the power of the place of others
-MAX_LEVEL_GAIN = 0.98  # below 1, so that the number of levels is limited
 
 
 class LevelStats(NamedTuple):
@@ -52,7 +51,6 @@ class CostGates(RuleWrapper):
         super().__init__(rule)
         self.facts = replace(self.facts, depends_on_probs=True)
         self.tracker = CostTracker(costs, prior_weight=PRIOR_TREES)
-        self.level_gain = INITIAL_LEVEL_GAIN  # mean gain of a level per unit of its parents' sum
         # [k] by place in draw order: the share of a drawn row's value that its draw leaves
         self.shares = INITIAL_SHARE ** numpy.arange(1, self.facts.n_drawn + 1)
         self.is_drawn = False
@@ -74,10 +72,10 @@ class CostGates(RuleWrapper):
 
     def plan_drawn_levels(self) -> int:
         """Return how many levels of a drawn tree are expected to pay; at least 1."""
-        n_levels, expected = 1, self.level_gain**2
+        n_levels, expected = 1, self.tracker.level_gain**2
         while n_levels < self.rule.max_depth and self.tracker.level_pays(expected):
             n_levels += 1
-            expected *= self.level_gain
+            expected *= self.tracker.level_gain
         return n_levels
 
     def add_gates(self, level: Level) -> Gates:
@@ -108,7 +106,7 @@ class CostGates(RuleWrapper):
         if self.is_drawn:
             goes_on = level.row_depth + 1 < self.n_drawn_levels
         else:
-            goes_on = self.tracker.level_pays(self.level_gain * expandable)
+            goes_on = self.tracker.level_pays(self.tracker.level_gain * expandable)
         return {**gates, "c_level": goes_on}
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
@@ -119,11 +117,7 @@ class CostGates(RuleWrapper):
         self.tracker.record(*counts, self.draft_ms, ms - self.draft_ms)
         parents_sum = 1.0  # the root's acceptance probability
         for level in self.levels:
-            if parents_sum > 0:
-                price = self.tracker.prices[ROW] * level.n_added
-                gained = max(level.accepted.sum() - price, 0.0)
-                gain = min(gained / parents_sum, MAX_LEVEL_GAIN)
-                self.level_gain += RATE * (gain - self.level_gain)
+            self.tracker.record_level(parents_sum, level.accepted.sum(), level.n_added)
             for place in level.values.nonzero()[0] if is_drawn else ():
                 share = level.accepted[place] / level.values[place]
                 self.shares[place] += RATE * (share - self.shares[place])

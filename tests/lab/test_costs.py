@@ -101,6 +101,19 @@ def test_costs_by_hand() -> None:
     assert tracker.prices[ROW] == pytest.approx(4 / 3 * row / step)  # means of 1, 1 and 2 tokens
 
 
+def test_what_a_level_adds_by_hand() -> None:
+    """Check a level that adds (0.6 - 2 * 0.1) / 0.8 = 0.5 per unit, after 0.7; one that adds more
+    than the limit; one whose rows cost more than they add; and one without parents."""
+    tracker = CostTracker((0.1, 0.1, 0.1, 1.0))
+    gain = 0.7
+    for level, found in (((0.8, 0.6, 2), 0.5), ((1.0, 3.0, 4), 0.98), ((1.0, 0.2, 4), 0.0)):
+        tracker.record_level(*level)
+        gain += 0.1 * (found - gain)
+        assert tracker.level_gain == pytest.approx(gain)
+    tracker.record_level(0.0, 0.5, 2)
+    assert tracker.level_gain == pytest.approx(gain)
+
+
 def test_a_probe_is_paid_for() -> None:
     """Work out by hand: 3.3 tokens for 1 + 0.1 + 8 * 0.1 + 0.1 + 3 * 1 = 5 passes lose 1.7, which
     is 1 % of 170 passes."""
