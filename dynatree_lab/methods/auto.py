@@ -11,9 +11,9 @@ token is accepted only if the target draws it.
 
 Acceptance probabilities are learned in each generation: for the draft by calibration.py, for
 n-grams by counting. Each context length and each rank has a count. Children of rows that the draft
-has run have counts of their own, because the draft has proposed other tokens below these rows. The
-initial values are too high for sampled text, because the target often draws another token than its
-likeliest.
+has run have counts of their own, because the draft has proposed other tokens below these rows. In
+sampled text all of these rates are lower, because the target often draws another token than its
+likeliest. So a factor that all of them share is learned as well.
 
     python -m dynatree_lab --method auto --prompt "..."
 
@@ -54,27 +54,34 @@ RUN_BY_DRAFT_FACTOR = 0.4  # of these rates, for children of rows that the draft
 MAX_CONTEXT = len(INITIAL_RATES)
 N_RANKS = len(INITIAL_RATES[0])
 PRIOR_WEIGHT = 8.0  # trials that an initial rate stands for
-COUNT_DECAY = 0.99  # each iteration moves the counts by 1 % back to their initial values
+FACTOR_WEIGHT = 2.0  # expected hits that the initial factor of all rates, 1, stands for
+COUNT_DECAY = 0.99  # by which each iteration multiplies the counts
 MAX_NGRAM_DEPTH = 16  # of n-gram nodes
 
 
 class NGramAcceptance:
-    """Acceptance rates of n-gram candidates by bin; recent iterations count most."""
+    """Acceptance rates of n-gram candidates by bin; recent iterations count most.
+
+    A bin begins with its initial rate times a factor that all bins share. So a few outcomes show
+    that a text is sampled, whose rates are all lower. The factor is at most 1.
+    """
 
     def __init__(self, initial_rates: ndarray):
         self.initial_rates = initial_rates
-        self.hits = PRIOR_WEIGHT * initial_rates
-        self.tries = numpy.full(len(initial_rates), PRIOR_WEIGHT)
-        self.rates = initial_rates.tolist()  # hits / tries
+        self.hits, self.tries = numpy.zeros((2, len(initial_rates)))
+        self.rates = initial_rates.tolist()
 
     def update(self, outcomes: list[tuple[int, bool]]) -> None:
         """Record one iteration's tried candidates, each as (bin, is_accepted)."""
-        self.hits += (1 - COUNT_DECAY) * (PRIOR_WEIGHT * self.initial_rates - self.hits)
-        self.tries += (1 - COUNT_DECAY) * (PRIOR_WEIGHT - self.tries)
+        self.hits *= COUNT_DECAY
+        self.tries *= COUNT_DECAY
         for bin, is_accepted in outcomes:
             self.hits[bin] += is_accepted
             self.tries[bin] += 1
-        self.rates = (self.hits / self.tries).tolist()
+        expected = self.tries @ self.initial_rates
+        factor = min((FACTOR_WEIGHT + self.hits.sum()) / (FACTOR_WEIGHT + expected), 1.0)
+        hits = PRIOR_WEIGHT * factor * self.initial_rates + self.hits
+        self.rates = (hits / (PRIOR_WEIGHT + self.tries)).tolist()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from draft_tree import Candidates, Tree
 from dynatree import Drafter
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.calibration import CalibratedDrafter
+from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Fixed
 
@@ -145,9 +146,8 @@ def test_a_row_below_a_second_child_is_reached_only_if_the_first_one_is_rejected
     """Check values, which are acceptance probabilities before the draw, if every candidate is
     accepted with probability 1/2: the two children of the root, then two of each."""
     table = torch.zeros(2, 2)
-    parts = Enumeration(Fixed(D=2, B=2, tau=0.0, calibrate=True), table, table).compose(
-        Sampling(1.0).sampler(torch.device("cpu"))
-    )
+    method = Method(Fixed(D=2, B=2, tau=1e-9), calibrate=True)
+    parts = Enumeration(method, table, table).compose(Sampling(1.0).sampler(torch.device("cpu")))
     tree = draft(parts, 0, 2, 2)
     expected = [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4, 1 / 8]
     assert numpy.exp(tree.values).tolist() == pytest.approx(expected)
