@@ -74,10 +74,10 @@ class Drafter:
 class ModelDrafter(Drafter):
     """A draft model and its KV cache, which also holds the tree while it grows.
 
-    `uncached` has the tokens that the draft has still to run: at first the prompt, later the
-    accepted rows that it skipped; the root last. The first pass of a tree runs them. From then on
-    the cache's newest rows are the root and the nodes in the order in which they are run, which is
-    that of Tree.draft_slots. `commit` makes all of them scratch again and keeps the accepted ones.
+    Between trees the cache holds text[:n_cached]. The first pass of a tree runs the rest: at first
+    the prompt, later the accepted rows that the draft skipped, and the root. From then on the
+    cache's newest rows are the root and the nodes in the order in which they are run, which is that
+    of Tree.draft_slots. `commit` makes all of them scratch again and keeps the accepted ones.
     """
 
     def __init__(self, model: Model):
@@ -86,7 +86,8 @@ class ModelDrafter(Drafter):
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.cache = self.model.new_cache(capacity)
         self.vocab_size = vocab_size
-        self.uncached = list(prompt)
+        self.text = list(prompt)  # up to the root
+        self.n_cached = 0
 
     def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         logits = self.run_uncached() if rows == [0] else self.run_level(tree, rows)
@@ -94,9 +95,9 @@ class ModelDrafter(Drafter):
 
     def run_uncached(self) -> Tensor:
         """Run all uncached tokens and return the logits [1, V] after the last one, the root."""
+        uncached, self.n_cached = self.text[self.n_cached :], len(self.text)
         # The draft runs token 0 in place of a token that its vocabulary lacks
-        ids = [token if token < self.model.config.vocab_size else 0 for token in self.uncached]
-        self.uncached = []
+        ids = [token if token < self.model.config.vocab_size else 0 for token in uncached]
         logits = self.model.prefill(ids, self.cache)
         self.root_slot = self.cache.length - 1  # in the cache; the older slots are committed
         self.parents = [-1]  # of the rows that are run, by draft slot: each parent's draft slot
@@ -118,13 +119,12 @@ class ModelDrafter(Drafter):
         return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
-        slots = [tree.draft_slots[row] for row in path]
-        n_run = len(slots) - slots.count(-1)  # they come first: nothing is run below a skipped row
-        if n_run:
+        slots = [tree.draft_slots[row] for row in path if tree.draft_slots[row] >= 0]
+        if slots:  # they come first on the path, because nothing is run below a skipped row
             self.cache.rewind(self.root_slot)
-            self.cache.commit(slots[:n_run])
-            tokens = tokens[n_run - 1 :]  # tokens[i] is the token of path[i + 1]
-        self.uncached += tokens
+            self.cache.commit(slots)
+            self.n_cached += len(slots) - 1  # the root is counted already
+        self.text += tokens
 
 
 @torch.inference_mode()

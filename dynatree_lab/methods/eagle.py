@@ -154,7 +154,7 @@ class EagleDrafter(HiddenDrafter):
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.drafter.start(prompt, capacity, vocab_size)
         weight = self.head.gpt_neox.embed_in.weight
-        # One state for each uncached token (ModelDrafter.uncached), in tensors [n, hidden]. The
+        # One state for each uncached token (ModelDrafter.text), in tensors [n, hidden]. The
         # first token of the sequence has zeros
         self.states = [weight.new_zeros(1, weight.shape[1])]
         # The target's states [n, hidden] of each of its passes since the last commit

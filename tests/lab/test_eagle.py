@@ -112,7 +112,8 @@ def test_every_token_follows_one_state() -> None:
     drafter = EagleDrafter(dynatree.ModelDrafter(head), head)
     for _ in generate(target, None, PROMPT, TREE, 20, drafter=drafter):
         assert len(drafter.drafter.cache.next_states) == 0
-        assert sum(map(len, drafter.states)) == len(drafter.drafter.uncached)
+        uncached = drafter.drafter.text[drafter.drafter.n_cached :]
+        assert sum(map(len, drafter.states)) == len(uncached)
 
 
 @pytest.mark.parametrize(
