@@ -22,7 +22,7 @@ tok/s        (tokens - 1) / seconds after the first token
 x ar         tok/s / ar's tok/s on the same prompt in the same round, with quartiles
 tokens/iter  tokens per pass of the target, the bonus token included
 rows/tree    rows of such a pass, the root included
-exact        of all greedy texts, those whose ids equal ar's
+exact        the texts whose ids equal ar's; sampled texts do, because their seeds are equal
 """
 
 import argparse
@@ -50,8 +50,12 @@ from dynatree import (
     parse_settings,
 )
 from gpt_neox import Model, NonFiniteLogits
+from sampling import Sampler, distance_to_interval, probabilities
+from verify import Acceptance
 
-TIE = 1e-4  # two float32 logits are nearly equal if they differ by less
+# Rounding may decide between two float32 logits that differ by less, or on a random number that is
+# less than this from a token's interval
+TIE = 1e-4
 
 PROMPTS = (
     "She opened the door of the house and looked",
@@ -84,12 +88,8 @@ N_WARM_UP = 8  # tokens
 NOTE = """
 Each row from +prune to +history adds one part of DynaTree to the row above; dynatree has all parts
 and higher thresholds, the defaults. A part trades tokens/iter for rows/tree, so what it gains
-depends on what a row costs on this machine. History may change no tree of a short text. Of greedy
-text only the speeds change from run to run; compare those of parts with --rounds 3 or more.
-"""
-SAMPLED_NOTE = """
-Sampled texts are not compared with ar's: each row uses its random numbers in another way, so the
-texts differ, but all of them have the target's distribution.
+depends on what a row costs on this machine. History may change no tree of a short text. Only the
+speeds change from run to run; compare those of parts with --rounds 3 or more.
 """
 
 
@@ -122,9 +122,13 @@ class Bench:
             round_index, prompt = divmod(turn, n_prompts)
             first = turn % len(rows)
             for row in rows[first:] + rows[:first]:
-                seed = self.args.seed + turn
+                seed = self.seed_of(prompt, round_index)
                 metrics = self.measure(row, prompt, seed, self.args.max_new_tokens)
                 yield Text(row, prompt, round_index, metrics)
+
+    def seed_of(self, prompt: int, round_index: int) -> int:
+        """Return the seed of the texts of a prompt in a round."""
+        return self.args.seed + round_index * len(self.prompts) + prompt
 
     def measure(self, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
         """Generate one text."""
@@ -160,7 +164,7 @@ def choose_prompts(args: argparse.Namespace) -> Sequence[str]:
         raise ValueError(f"{args.prompts}: a line is no object with `prompt`: {error}") from error
 
 
-def make_table(texts: Sequence[Text], is_greedy: bool) -> str:
+def make_table(texts: Sequence[Text]) -> str:
     """Return the Markdown table of all texts, a line per row."""
     ar = {(text.prompt, text.round): text.metrics for text in texts if text.row == "ar"}
     lines = [("row", "tok/s", "x ar (quartiles)", "tokens/iter", "rows/tree", "exact")]
@@ -175,7 +179,7 @@ def make_table(texts: Sequence[Text], is_greedy: bool) -> str:
             f"{middle:.2f} ({low:.2f} to {high:.2f})",
             f"{quartiles([each.tokens_per_iter for each, _ in pairs])[1]:.2f}",
             f"{quartiles([each.rows_per_tree for each, _ in pairs])[1]:.1f}",
-            f"{n_exact} of {len(own)}" if is_greedy else "-",
+            f"{n_exact} of {len(own)}",
         )
         lines.append(values)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -191,7 +195,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all texts and print the table. Return 1 if a float32 text is wrong, else 0."""
-    bench, is_greedy, texts = Bench(args), args.temperature == 0, []
+    bench, texts = Bench(args), []
     n_texts = args.rounds * len(bench.prompts) * len(bench.rows)
     with open(args.json or os.devnull, "w", encoding="utf-8") as file:
         for text in bench.measure_all():
@@ -199,33 +203,44 @@ def run(args: argparse.Namespace) -> int:
             which = f"{len(texts)}/{n_texts} prompt {text.prompt + 1}, {text.row}"
             print(f"{which}: {text.metrics}", file=sys.stderr)
             print(json.dumps(asdict(text)), file=file)
-    print(make_table(texts, is_greedy))
-    print(NOTE if is_greedy else NOTE + SAMPLED_NOTE)
-    return 1 if is_greedy and has_wrong_text(bench, texts) and args.dtype == "float32" else 0
+    print(make_table(texts))
+    print(NOTE)
+    return 1 if has_wrong_text(bench, texts) and args.dtype == "float32" else 0
 
 
 def has_wrong_text(bench: Bench, texts: Sequence[Text]) -> bool:
-    """Whether a greedy text differs from ar's, and not by rounding. Prints where texts differ."""
+    """Whether a text differs from ar's, and not by rounding. Prints where texts differ."""
     ar_ids = {(text.prompt, text.round): text.metrics.ids for text in texts if text.row == "ar"}
     is_wrong = False
     for text in texts:
         ids, reference = text.metrics.ids, ar_ids[text.prompt, text.round]
         if ids != reference:
-            i, gap = find_difference(bench.target, bench.prompts[text.prompt], ids, reference)
+            accept = make_acceptance(bench.args, bench.seed_of(text.prompt, text.round))
+            prompt = bench.prompts[text.prompt]
+            i, gap = find_difference(bench.target, prompt, ids, reference, accept)
             where = f"prompt {text.prompt + 1}, {text.row}: the ids differ from token {i} on"
-            print(f"{where}, where the top-2 gap is {gap:.1g}", file=sys.stderr)
+            what = "random number's distance" if isinstance(accept, Sampler) else "top-2 gap"
+            print(f"{where}, where the {what} is {gap:.1g}", file=sys.stderr)
             is_wrong |= gap >= TIE
     return is_wrong
 
 
 def find_difference(
-    target: Model, prompt: list[int], ids: list[int], reference: list[int]
+    target: Model, prompt: list[int], ids: list[int], reference: list[int], accept: Acceptance
 ) -> tuple[int, float]:
-    """Return the first index at which two texts differ, and by how much the target's best token
-    leads there over the second, in logits."""
+    """Return the first index at which two texts differ, and how far rounding would have to reach.
+
+    accept: a new acceptance of the texts. For greedy text the gap is by how much the target's best
+    logit leads over the second. For a Sampler it is how far the random number of this token is
+    from the intervals of both tokens.
+    """
     i = next(i for i, (one, other) in enumerate(zip(ids, reference, strict=True)) if one != other)
     context = prompt + ids[:i]
     logits = target.prefill(context, target.new_cache(len(context)))  # [1, V]
+    if isinstance(accept, Sampler):
+        *_, number = (accept.random.random() for _ in range(i + 1))
+        probs = probabilities(logits, accept.temperature, accept.top_p)[0]
+        return i, max(distance_to_interval(probs, each[i], number) for each in (ids, reference))
     best, second = logits.topk(2).values[0].tolist()
     return i, best - second
 

@@ -3,13 +3,11 @@
     accept = Sampler(temperature=0.8, top_p=0.95, seed=0)
     path, tokens = accept(tree, logits)  # a verify.Acceptance
 
-Sampled text is exact: each text is as likely as by the target without a draft. At an accepted row,
-let R be the target's distribution of the next token, and x the token of the row's first child:
-
-1  the child is accepted with probability R(x), so that x is the next token with probability R(x);
-   its own children are then tried in the same way
-2  otherwise R(x) becomes 0 and R is normalised: R is now the distribution given that x is not next
-3  the next child is tried with this R; after the last child, the bonus token is drawn from R
+Sampled text is exact: each text is as likely as by the target without a draft. The walk through the
+tree is that of greedy text (verify.walk), with a drawn token in place of the best one. A child with
+token x is so accepted with the target's probability of x. Token i of a text is drawn with random
+number i, whatever the trees are. So with one seed, every method writes the text of ar, up to
+rounding.
 
 The text is exact as long as the tree does not depend on the random numbers that accept it.
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draft_tree import Tree
+from verify import walk
 
 FIXED_POINT_ONE = 2**40  # probability 1 as an integer
 
@@ -36,8 +35,7 @@ class Sampler:
             temperature: divides the logits.
             top_p: tokens are drawn from the smallest set of likeliest tokens whose probabilities
                 sum to top_p or more.
-            seed: of the random numbers. With the same method on the same machine, the same seed
-                gives the same text.
+            seed: of the random numbers.
 
         Raises ValueError for a number out of range.
         """
@@ -50,19 +48,7 @@ class Sampler:
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         """Return the accepted rows and the token after each."""
         probs = probabilities(logits, self.temperature, self.top_p)
-        path = [0]
-        residual = probs[0]  # not normalised: R(x) = residual[x] / residual.sum()
-        for row in range(1, len(tree)):
-            if tree.parents[row] != path[-1]:
-                continue
-            token = tree.tokens[row]
-            p, total = torch.stack((residual[token], residual.sum())).tolist()  # one device read
-            if self.random.random() * total >= p:  # rejected, with probability 1 - R(token)
-                residual[token] = 0
-            else:
-                path.append(row)
-                residual = probs[row]
-        return path, [*path_tokens(tree, path), self.draw(residual)]
+        return walk(tree, lambda row: self.draw(probs[row]))
 
     def draw(self, probs: Tensor) -> int:
         """Draw a token from probabilities [V] that need not sum to 1."""
@@ -73,16 +59,19 @@ class Sampler:
         return int(torch.searchsorted(ends, point, right=True))
 
 
+def distance_to_interval(probs: Tensor, token: int, number: float) -> float:
+    """Return how far a random number from [0, 1) is outside the interval that Sampler.draw gives to
+    a token; 0 within it. probs: [V], need not sum to 1."""
+    ends = probs.double().cumsum(dim=0)
+    start, end = ((ends[token] - probs[token]) / ends[-1], ends[token] / ends[-1])
+    return max(float(start) - number, number - float(end), 0.0)
+
+
 def require_positive(name: str, value: float, high: float = math.inf) -> None:
     """Raise ValueError unless a number is finite, above 0 and at most `high`."""
     if not 0 < value <= high or value == math.inf:
         limit = f" and at most {high}" if high < math.inf else " and finite"
         raise ValueError(f"{name} is {value}, it must be above 0{limit}")
-
-
-def path_tokens(tree: Tree, path: list[int]) -> list[int]:
-    """Return the tokens of a path, without the root's."""
-    return [tree.tokens[row] for row in path[1:]]
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Verification: the inputs of the target's pass over a tree, and greedy acceptance.
+"""Verification: the inputs of the target's pass over a tree, and the walk that accepts a path.
 
 In the example of draft_tree.py the target's best tokens are: after "the" comes "cat", after "the
 cat" comes "ran", after "the cat ran" comes "away":
@@ -45,14 +45,24 @@ def ancestor_mask(parents: Sequence[int]) -> ndarray:
     return mask
 
 
-def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
-    """Accept each node whose token is the target's best one after an accepted parent. These nodes
-    are one path, because siblings have distinct tokens."""
-    best, path = logits.argmax(dim=-1).tolist(), [0]
+def walk(tree: Tree, choose: Callable[[int], int]) -> tuple[list[int], list[int]]:
+    """Walk from the root to the child that holds the target's next token, as far as there is one.
+    Return the rows of this path and the token after each of them, the bonus token last.
+
+    choose: returns the target's next token after a row. It is called once per row of the path.
+    """
+    path, tokens = [0], [choose(0)]
     for row in range(1, len(tree)):  # a parent comes before its children, so one scan is enough
-        if tree.parents[row] == path[-1] and tree.tokens[row] == best[path[-1]]:
+        if tree.parents[row] == path[-1] and tree.tokens[row] == tokens[-1]:
             path.append(row)
-    return path, [best[row] for row in path]
+            tokens.append(choose(row))
+    return path, tokens
+
+
+def accept_greedy(tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
+    """Accept the nodes that hold the target's best tokens (an Acceptance)."""
+    best = logits.argmax(dim=-1).tolist()
+    return walk(tree, best.__getitem__)
 
 
 def cut(tokens: list[int], eos_ids: set[int], limit: int) -> list[int]:

@@ -19,6 +19,8 @@ from dynatree_lab.generation.config import SAMPLING, GenerationConfig
 from dynatree_lab.generation.generate import Step, checked_ids, generate
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
+from dynatree_lab.methods.acceptances import default_acceptance
+from dynatree_lab.methods.method import Method
 from dynatree_lab.pair import Pair, length_warning
 from dynatree_lab.tokens import encode_prompt
 from verify import Acceptance
@@ -66,6 +68,30 @@ class Request:
         """Ids of stop texts that are special tokens, because decoded text omits them."""
         added = self.pair.tokenizer.get_added_tokens_decoder() if self.stop else {}
         return tuple(i for i, each in added.items() if each.special and each.content in self.stop)
+
+    @cached_property
+    def method(self) -> Method:
+        """The config's method, with the caller's rule if there is one."""
+        rule = self.objects.get("rule")
+        return self.config.method_with(rule) if rule else self.config.method
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the candidates are drawn from the draft model."""
+        may_draw = "drafter" not in self.objects and self.method.can_draw
+        return may_draw and self.config.sampling.draws_candidates
+
+    @property
+    def acceptance(self) -> str | None:
+        """How the path is chosen: own (the caller's or the method's), token, traversal, or walk for
+        sampled text without drawn candidates; None for greedy text."""
+        facts, is_greedy = self.method.facts, self.config.sampling.is_greedy
+        own = self.method.make_accept if is_greedy else facts.acceptance
+        if own or "accept" in self.objects:
+            return "own"
+        if is_greedy:
+            return None
+        return self.config.acceptance or default_acceptance(facts) if self.is_drawn else "walk"
 
     def decode(self) -> Iterator[Step]:
         """Return the steps."""

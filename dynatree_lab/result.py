@@ -28,7 +28,6 @@ from dynatree_lab.generation.generate import Step
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.html_page import as_page
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
-from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.sampler import GREEDY
 from dynatree_lab.metrics import Metrics, measure, summarise, token_ids, versions
 from dynatree_lab.pair import Pair, dtype_name
@@ -241,7 +240,6 @@ def save_page(result: Result, file: str | Path) -> None:
 def describe_request(request: Request) -> dict:
     """Return the settings that a report has."""
     config = request.config
-    accepts = config.acceptance or default_acceptance(config.method.facts)
     method = method_name(config.settings) or type(config.settings).__name__
     objects = {
         name: getattr(each, "__name__", type(each).__name__)
@@ -259,7 +257,7 @@ def describe_request(request: Request) -> dict:
         "strict": config.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
-        "acceptance": None if config.sampling.is_greedy else accepts,
+        "acceptance": request.acceptance,
         "window": None if config.window == FULL_ATTENTION else asdict(config.window),
     } | ({"objects": objects} if objects else {})
 

@@ -45,8 +45,7 @@ class Choices:
 
 
 class ScriptedUniform:
-    """A number u, uniform on [0, 1), that can be compared only once: as u < p or, as in the core,
-    as u * total >= p."""
+    """A number u, uniform on [0, 1), that can be compared only once, as u < p."""
 
     def __init__(self, choose: Callable[[list[float]], int]):
         self.choose = choose
@@ -57,13 +56,6 @@ class ScriptedUniform:
         self.is_known = True
         probability = min(max(0.0, float(probability)), 1.0)  # nan becomes 0, as x < nan is False
         return self.choose([probability, 1 - probability]) == 0
-
-    def __mul__(self, total: float) -> "ScriptedUniform":
-        self.total = total
-        return self
-
-    def __ge__(self, p: float) -> bool:
-        return not self < p / self.total
 
 
 def every_outcome(trial: Callable[[Choices], Result]) -> Iterator[tuple[Result, float]]:

@@ -1,8 +1,11 @@
 """Tests of bench.py: a table end to end, what makes it fair, exactness, and errors of one line."""
 
+import itertools
 import json
+import random
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +16,8 @@ import bench
 from bench import ROWS, Text, find_difference, main, make_table
 from draft_tree import DynaTree
 from dynatree import Metrics, measure
+from sampling import Sampler, distance_to_interval
+from verify import accept_greedy
 
 DRAFT = str(TINY / "draft")
 QUICK = ["--target", DRAFT, "--draft", DRAFT, "--max-new-tokens", "6"]
@@ -54,10 +59,9 @@ def test_a_median_and_its_quartiles_are_those_of_the_pairs() -> None:
         for row, values in rates.items()
         for i, rate in enumerate(values)
     ]
-    _, ar, tree = cells(make_table(texts, is_greedy=True))
+    _, ar, tree = cells(make_table(texts))
     assert ar == ["ar", "75.0", "1.00 (1.00 to 1.00)", "3.50", "9.0", "4 of 4"]
     assert tree == ["tree", "125.0", "1.75 (1.38 to 2.25)", "3.50", "9.0", "3 of 4"]
-    assert cells(make_table(texts, is_greedy=False))[2][-1] == "-"
 
 
 def test_rows_take_turns_with_a_seed_for_each_prompt_and_round(
@@ -81,8 +85,7 @@ def test_rows_take_turns_with_a_seed_for_each_prompt_and_round(
         first = turn % 3
         expected = [(row, prompt, 7 + turn, 6) for row in rows[first:] + rows[:first]]
         assert calls[3 + 3 * turn :][:3] == expected
-    out = capsys.readouterr().out
-    assert {row[-1] for row in cells(out)[1:]} == {"-"} and "Sampled texts are not compared" in out
+    assert {row[-1] for row in cells(capsys.readouterr().out)[1:]} == {"4 of 4"}
 
 
 def test_each_row_has_one_part_more() -> None:
@@ -111,7 +114,8 @@ EXACTNESS = [  # options, the gap that is pretended (None: the target's own), th
     ([], 2e-4, 1),
     ([], 5e-5, 0),
     (["--dtype", "bfloat16"], 1.0, 0),
-    (["--temperature", "1"], 1.0, 0),
+    (["--temperature", "1"], None, 1),
+    (["--temperature", "1"], 5e-5, 0),
 ]
 
 
@@ -128,18 +132,31 @@ def test_a_wrong_text_is_status_1_but_a_near_tie_is_not(
         monkeypatch.setattr(bench, "find_difference", lambda *arguments: (2, gap))
     assert main([*ONE, "--rows", "tree", *options]) == status
     captured = capsys.readouterr()
-    if "--temperature" not in options:
-        assert cells(captured.out)[2][-1] == "0 of 1"
-        where = "prompt 1, tree: the ids differ from token 2 on, where the top-2 gap is "
-        assert re.search(f"^{where}[\\d.e-]+$", captured.err, re.MULTILINE)
+    assert cells(captured.out)[2][-1] == "0 of 1"
+    what = "random number's distance" if "--temperature" in options else "top-2 gap"
+    where = f"prompt 1, tree: the ids differ from token 2 on, where the {what} is "
+    assert re.search(f"^{where}[\\d.e-]+$", captured.err, re.MULTILINE)
+
+
+def draws(seed: int) -> Iterator[float]:
+    """Yield the random numbers of a seed."""
+    numbers = random.Random(seed)
+    while True:
+        yield numbers.random()
 
 
 def test_a_difference_is_found_with_its_gap() -> None:
+    """Check the logits of greedy text, and random number 2 of sampled text."""
     model = random_model(3)
     logits = run(model, [1, 2, 7, 8])[-1]
     best, second = logits.sort(descending=True).values[:2].tolist()
-    found = find_difference(model, [1, 2], [7, 8, 9, 5], [7, 8, 6, 5])
+    texts = [1, 2], [7, 8, 9, 5], [7, 8, 6, 5]
+    found = find_difference(model, *texts, accept_greedy)
     assert found == (2, pytest.approx(best - second, abs=1e-4))
+    probs, number = logits.softmax(dim=-1), [*itertools.islice(draws(4), 3)][-1]
+    distances = [distance_to_interval(probs, token, number) for token in (9, 6)]
+    found = find_difference(model, *texts, Sampler(1.0, seed=4))
+    assert found == (2, pytest.approx(max(distances), abs=1e-6)) and min(distances) < found[1]
 
 
 def test_prompts_may_be_text_or_json(tmp_path: Path) -> None:

@@ -2,13 +2,12 @@
 
 import math
 from collections import Counter
-from types import SimpleNamespace
+from random import Random
 
 import pytest
 import torch
 from enumeration import (
     Choices,
-    ScriptedUniform,
     difference,
     model_distribution,
     text_distribution,
@@ -17,9 +16,9 @@ from enumeration import (
 from small import noisy_pair
 from torch import Tensor
 
-from draft_tree import DynaTree
+from draft_tree import Autoregressive, DynaTree, Settings
 from dynatree import ModelDrafter, generate
-from sampling import Sampler, probabilities
+from sampling import Sampler, distance_to_interval, probabilities
 from verify import Acceptance, accept_greedy
 
 
@@ -41,7 +40,6 @@ class ScriptedSampler(Sampler):
     def __init__(self, choices: Choices, temperature: float, top_p: float):
         super().__init__(temperature, top_p)
         self.choices = choices
-        self.random = SimpleNamespace(random=lambda: ScriptedUniform(choices.choose))
 
     def draw(self, probs: Tensor) -> int:
         total = float(probs.sum())
@@ -103,18 +101,40 @@ def test_the_coldest_text_is_the_likeliest(temperature: float, top_p: float) -> 
     assert (found > 0).tolist() == [[False, True, False, False], [True, False, False, False]]
 
 
-def test_the_same_seed_gives_the_same_text() -> None:
-    """Compare texts by seed, and a tiny temperature with greedy."""
-    target, draft = noisy_pair(3)
+CHAIN = DynaTree(B_mid=1, adapt_breadth=False)
+TREES = [DynaTree(tau=0.0, N_max=9), CHAIN, DynaTree(D_max=2, D0=2)]
 
-    def text(accept: Acceptance) -> list[int]:
-        drafter, rule = ModelDrafter(draft), DynaTree().make_rule()
-        steps = generate(target, drafter, [3, 1, 4], rule, 12, accept=accept)
+
+@pytest.mark.parametrize("settings", TREES)
+def test_with_one_seed_every_tree_writes_the_text_of_ar(settings: DynaTree) -> None:
+    """Check that random number i draws token i: also after accepted rows, at the end of a text, and
+    for a tiny temperature, whose text is greedy."""
+    target, draft = noisy_pair(3)
+    n_accepted = 0
+
+    def text(settings: Settings, accept: Acceptance) -> list[int]:
+        nonlocal n_accepted
+        drafter, rule = ModelDrafter(draft), settings.make_rule()
+        steps = list(generate(target, drafter, [3, 1, 4], rule, 24, accept=accept))
+        n_accepted += sum(len(step.path) - 1 for step in steps)
         return [token for step in steps for token in step.tokens]
 
-    one, again, other = (text(Sampler(1.0, 0.9, seed)) for seed in (1, 1, 2))
-    assert one == again != other
-    assert text(Sampler(1e-6)) == text(accept_greedy)
+    texts = [text(Autoregressive(), Sampler(1.0, 0.9, seed)) for seed in range(6)]
+    assert [text(settings, Sampler(1.0, 0.9, seed)) for seed in range(6)] == texts
+    assert len({*map(tuple, texts)}) == 6 and n_accepted > 20
+    assert text(settings, Sampler(1e-6)) == text(settings, accept_greedy)
+
+
+def test_a_random_number_lies_in_the_interval_of_its_token() -> None:
+    """Check the distance of each number from the interval of the token that it draws, and from that
+    of another token."""
+    probs, sampler, numbers = torch.tensor([0.2, 0.0, 0.5, 0.3]), Sampler(1.0, seed=3), Random(3)
+    for _ in range(50):
+        token, number = sampler.draw(probs), numbers.random()
+        assert distance_to_interval(2 * probs, token, number) == 0
+    assert distance_to_interval(2 * probs, 2, 0.15) == pytest.approx(0.05)
+    assert distance_to_interval(2 * probs, 2, 0.95) == pytest.approx(0.25)
+    assert distance_to_interval(2 * probs, 1, 0.3) == pytest.approx(0.1)
 
 
 INVALID = [

@@ -70,6 +70,14 @@ class Case:
         """Whether a draft model or an EAGLE head runs."""
         return not self.is_hf and self.generation_config().method.needs_draft
 
+    @property
+    def writes_ar_ids(self) -> bool:
+        """Whether the texts must have the ids of their reference; with drawn candidates they have
+        its distribution."""
+        if not self.temperature:
+            return True
+        return not self.is_hf and self.generation_config().method.writes_ar_ids
+
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
@@ -273,14 +281,13 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     if case.is_hf:
         return case
     config = case.generation_config()
-    method, facts = config.method, config.method.facts
-    is_sampled = case.temperature > 0
+    method, is_sampled = config.method, case.temperature > 0
     if config.acceptance and not is_sampled:
         raise UsageError(f"{row}: greedy text has only one acceptance; use --temperature")
-    if part.acceptance and is_sampled and facts.max_verified > 1 and not config.acceptance:
+    if part.acceptance and is_sampled and method.can_draw and not config.acceptance:
         case = replace(case, acceptance=part.acceptance)
     if part.draft_temperature is not None:
-        is_drawn = facts.draws_candidates and case.method in part.drawn and not is_sampled
+        is_drawn = method.can_draw and case.method in part.drawn and not is_sampled
         if method.has_temperature(is_drawn or is_sampled):
             case = replace(case, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
     return case

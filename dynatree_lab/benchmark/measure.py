@@ -20,8 +20,9 @@ These are the main metrics. Tables show medians and quartiles over all prompts a
 tok/s     (tokens - 1) / seconds of all steps except the first, which is the pass over the prompt.
           Every text has all its new tokens, because an end-of-text token does not end it
 x ar      tok/s / ar's tok/s on the same prompt in the same round
-exact     whether a greedy text has the ids of its reference: ar's text on the same prompt. The
-          reference of a row with strict or a window is ar with strict or the same window
+exact     whether a text has the ids of its reference: ar's text on the same prompt, with the same
+          seed. The reference of a row with strict or a window is ar with strict or the same window.
+          Sampled text with drawn candidates has other ids, so it is not compared
 
     python -m dynatree_lab.benchmark --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 """
@@ -56,7 +57,7 @@ from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame,
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
-from dynatree_lab.cli.compare import first_difference, top2_gap
+from dynatree_lab.cli.compare import first_difference, rounding_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
@@ -95,7 +96,7 @@ class Bench:
         self.setup_s: dict[Case, float] = {}
 
     def measure_all(self) -> None:
-        """Generate the texts that the results file lacks, then compare greedy texts with ar's."""
+        """Generate the texts that the results file lacks, then compare them with ar's."""
         jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
         if not self.plan.is_memory_table:  # a memory table runs each text in a new process
             self.warm_up([job.case for job in jobs])
@@ -168,14 +169,16 @@ class Bench:
         A step has its new tokens and the wall-clock milliseconds that it took, including the work
         of the device. The metrics add up these times, without the time between steps.
         """
-        case, prompt_ids = job.case, self.prompt_ids(job)
-        if case.is_hf:
-            return self.hf.decode(case.method, prompt_ids, case.new_tokens, n_steps)
-        seed, graphs = self.seed_of(job), not self.args.no_graphs
-        config = case.generation_config(self.args.top_p, seed, graphs)
-        # A request without EOS ids generates all new tokens
-        request = Request(self.pair_of(case), prompt_ids, config, case.new_tokens)
-        return list(islice(request.decode(), n_steps))
+        if job.case.is_hf:
+            arguments = job.case.method, self.prompt_ids(job), job.case.new_tokens, n_steps
+            return self.hf.decode(*arguments)
+        return list(islice(self.request_of(job).decode(), n_steps))
+
+    def request_of(self, job: Job) -> Request:
+        """Return the request of a text. Without EOS ids, it generates all new tokens."""
+        case, graphs = job.case, not self.args.no_graphs
+        config = case.generation_config(self.args.top_p, self.seed_of(job), graphs)
+        return Request(self.pair_of(case), self.prompt_ids(job), config, case.new_tokens)
 
     def prompt_ids(self, job: Job) -> list[int]:
         return self.plan.prompts[job.case.dataset][job.prompt][: job.case.prompt_tokens]
@@ -197,7 +200,7 @@ class Bench:
             steps = self.generate(job)
             ids = token_ids(steps)
             line |= self.metrics_of(job, steps) | {"setup_s": self.setup_s[case]}
-        if case.temperature > 0:  # sampled texts are not compared, so their ids are not kept
+        if not case.writes_ar_ids:  # not compared, so the ids are not kept
             return line
         return line | self.results.ids_fields(ids)  # a digest, and the ids if they are new
 
@@ -221,8 +224,8 @@ class Bench:
         return found
 
     def compare_with_references(self) -> None:
-        """Record where greedy texts differ from their reference: the first different token, and the
-        gap between the target's two best logits there. A tiny gap means a tie and not a bug.
+        """Record where texts differ from their reference: the first different token, and the gap
+        there (compare.rounding_gap). A tiny gap means a tie and not a bug.
 
         The gap is computed in float32. The comparison comes last, so that a float32 copy of the
         target takes no memory while texts are measured.
@@ -236,11 +239,10 @@ class Bench:
             reference = job._replace(case=replace(job.case, row=job.case.reference))
             digests = (self.results.texts[each.key]["ids_digest"] for each in (job, reference))
             ids, reference_ids = map(self.results.ids.get, digests)
-            at = first_difference(ids, reference_ids)
-            # Rows that begin with hf- have no config
-            window = FULL_ATTENTION if job.case.is_hf else job.case.generation_config().window
-            gap = top2_gap(self.pair, self.prompt_ids(job) + reference_ids[:at], window)
-            line = dict(zip(KEYS, key, strict=True)) | {"at": at, "gap": gap}
+            # The reference's request, because rows that begin with hf- have none
+            gap = rounding_gap(self.request_of(reference), ids, reference_ids)
+            line = dict(zip(KEYS, key, strict=True))
+            line |= {"at": first_difference(ids, reference_ids), "gap": gap}
             self.add({"difference": line})
 
 

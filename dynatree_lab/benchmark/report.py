@@ -57,9 +57,9 @@ FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration"]
 FIELDS.append("root_ranks")  # of table tune
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
-SAMPLED_NOTE = (
-    "Sampled texts are not compared with ar's. The tests in tests/ compute the distribution of "
-    "each acceptance by enumeration (docs/method.md)."
+DRAWN_NOTE = (
+    "Sampled texts with drawn candidates have other ids than ar's. The tests in tests/ compute the "
+    "distribution of each method of the project by enumeration (docs/method.md)."
 )
 
 
@@ -76,7 +76,7 @@ def text_frame(results: Results) -> pd.DataFrame:
     predicted         x ar as predicted from the times of single passes
     is_compared       whether the text must equal that of a reference, which was measured
     is_different      whether its ids differ from the reference's
-    at, gap           index of the first token that differs, and the top-2 logit gap there
+    at, gap           index of the first token that differs, and compare.rounding_gap there
     """
     order = {case.key: i for i, case in enumerate(results.cases)}
     keys = sorted(results.texts, key=lambda key: order[key[: len(CASE_KEYS)]])
@@ -112,8 +112,8 @@ def with_difference(texts: pd.DataFrame, results: Results) -> pd.DataFrame:
     names = {"row": "reference", "ids_digest": "reference_digest"}
     references = texts[[*KEYS, "ids_digest"]].rename(columns=names)
     texts = texts.merge(references, "left", on=["reference", *PROMPT_KEYS])
-    is_compared = texts.reference_digest.notna() & (texts.row != texts.reference)
-    texts["is_compared"] = is_compared & (texts.temperature == 0)
+    has_ids = texts.reference_digest.notna() & texts.ids_digest.notna()
+    texts["is_compared"] = has_ids & (texts.row != texts.reference)
     texts["is_different"] = texts.is_compared & (texts.ids_digest != texts.reference_digest)
     for name in ("at", "gap"):
         texts[name] = [results.differences.get(key, {}).get(name) for key in texts.key]
@@ -324,9 +324,9 @@ def notes(results: Results) -> Iterator[str]:
         if own.is_different.any():
             yield describe_differences(own)
     if texts.is_compared.any() and not texts.is_different.any():
-        yield "Every greedy text is identical to ar's, token for token."
-    if any(case.temperature > 0 for case in results.cases):
-        yield SAMPLED_NOTE
+        yield "Every compared text is identical to ar's, token for token."
+    if any(not case.writes_ar_ids for case in results.cases):
+        yield DRAWN_NOTE
     if unused := dict.fromkeys(case.row for case in results.cases if skips_acceptance(case)):
         yield f"Greedy text does not call the acceptance of {', '.join(unused)}: use --temperature."
     rows = " ".join(case.row for case in results.cases)
@@ -367,7 +367,8 @@ def skips_acceptance(case: Case) -> bool:
 
 def describe_differences(texts: pd.DataFrame) -> str:
     """Return a note on the texts of a row that differ from its reference's: how many, the first
-    prompt and token, and the largest top-2 gap, unknown if it is not measured yet."""
+    prompt and token, and the largest gap (compare.rounding_gap), unknown if it is not measured yet.
+    """
     different = texts[texts.is_different]
     label, row, reference = different[["label", "row", "reference"]].iloc[0]
     first = "unknown" if different["at"].isna().all() else int(different["at"].min())
@@ -376,5 +377,5 @@ def describe_differences(texts: pd.DataFrame) -> str:
     return (
         f"{label} differs from {label.replace(row, reference, 1)} on {len(different)} of "
         f"{len(texts)} texts (first prompt: {different.prompt.min()}, earliest token: {first}, "
-        f"top-2 gap in float32: {gap}, near-ties: {n_ties})."
+        f"gap in float32: {gap}, near-ties: {n_ties})."
     )

@@ -7,9 +7,11 @@ A comparison is a dict, which --json prints:
 
 ar_throughput       tokens per second of ar; None after a single token, which has no rate
 speedup             throughput of the method / throughput of ar; None if one of them has no rate
-exact               whether the ids equal ar's; None for sampled text, where they need not
+exact               whether the ids equal ar's; None for drawn candidates and an acceptance of the
+                    user's in sampled text, whose ids are others
 first_difference    index of the first different id in token_ids; None if all are equal
-top2_gap            the target's top-2 logit gap at that id, in float32; None if not computed
+gap                 how far rounding had to reach there, as rounding_gap returns it; None if not
+                    computed
 is_strict           whether the generation is strict; ar is then strict with as many rows per pass
 """
 
@@ -17,15 +19,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dynatree_lab.engine.memory import OutOfMemory
-from dynatree_lab.engine.passes import FULL_ATTENTION, PassConfig, Window, round_up_rows
+from dynatree_lab.engine.passes import PassConfig, round_up_rows
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.generate import Step
 from dynatree_lab.methods.static import PaddedAutoregressive
 from dynatree_lab.metrics import measure, token_ids
-from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
+from sampling import distance_to_interval
 
-TIE = 1e-4  # rounding decides where the top-2 gap in float32 is smaller
+TIE = 1e-4  # rounding decides where the gap in float32 is smaller
 
 Comparison = dict[str, float | bool | int | None]
 
@@ -42,23 +44,23 @@ def compare(request: Request, steps: Sequence[Step]) -> Comparison:
         "speedup": speed / ar if speed and ar else None,
         "exact": None,
         "first_difference": None,
-        "top2_gap": None,
+        "gap": None,
         "is_strict": config.strict,
     }
-    if not config.sampling.is_greedy:
+    if not config.sampling.is_greedy and request.acceptance != "walk":
         return found
     theirs = token_ids(reference)
     at = first_difference(ours, theirs)
     found |= {"exact": at is None, "first_difference": at}
     if at is not None and not config.strict:
-        found["top2_gap"] = top2_gap(request.pair, request.prompt + theirs[:at], config.window)
+        found["gap"] = rounding_gap(request, ours, theirs)
     return found
 
 
 def is_wrong(found: Comparison) -> bool:
     """Whether ids differ for another reason than rounding. Strict generations have no such
     excuse."""
-    return found["exact"] is False and not is_tie(found["top2_gap"])
+    return found["exact"] is False and not is_tie(found["gap"])
 
 
 def describe_comparison(found: Comparison) -> str:
@@ -73,16 +75,16 @@ def describe_comparison(found: Comparison) -> str:
 def describe_ids(found: Comparison) -> str:
     """Return the part about the ids."""
     if found["exact"] is None:
-        return "are sampled, not compared"
+        return "are drawn, so they differ by chance"
     if found["exact"]:
         return "are equal"
-    gap, ids = found["top2_gap"], f"differ from token {found['first_difference']} on"
+    gap, ids = found["gap"], f"differ from token {found['first_difference']} on"
     if found["is_strict"]:
         return ids
     if gap is None:
-        return f"{ids} (not enough memory for the float32 model that shows the top-2 gap)"
+        return f"{ids} (not enough memory for the float32 model that shows the gap)"
     kind = "a tie" if is_tie(gap) else "not a tie"
-    return f"{ids} (top-2 gap {gap:.1e} in float32: {kind})"
+    return f"{ids} (gap {gap:.1e} in float32: {kind})"
 
 
 # Options of drafting, which ar has not
@@ -102,7 +104,7 @@ def strict_reference(config: GenerationConfig) -> PaddedAutoregressive:
 
 
 def is_tie(gap: float | None) -> bool:
-    """Whether a top-2 gap is so small that rounding decides. None is an unknown gap."""
+    """Whether a gap is so small that rounding decides. None is an unknown gap."""
     return gap is not None and gap < TIE
 
 
@@ -117,15 +119,26 @@ def first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | 
     return min(len(ours), len(theirs))
 
 
-def top2_gap(pair: Pair, ids: list[int], window: Window = FULL_ATTENTION) -> float | None:
-    """Return the gap between the target's two largest next-token logits, computed in float32. None
-    if memory does not suffice for the float32 model."""
+def rounding_gap(request: Request, ours: list[int], theirs: list[int]) -> float | None:
+    """Return how far rounding had to reach where two texts of a request differ first, in float32.
+
+    For greedy text it is the gap between the target's two largest logits. For sampled text it is
+    how far the random number of this token is from the intervals of both tokens. None if memory
+    does not suffice for the float32 model.
+    """
+    at, sampling = first_difference(ours, theirs), request.config.sampling
+    ids, window = request.prompt + theirs[:at], request.config.window
     try:
-        target = pair.float32_target
-        config = PassConfig(window=window)
-        cache = target.new_cache(min(len(ids), window.max_length), config)
-        best, second = target.prefill(ids, cache)[0].topk(2).values.tolist()
+        target = request.pair.float32_target
+        cache = target.new_cache(min(len(ids), window.max_length), PassConfig(window=window))
+        logits = target.prefill(ids, cache)
         target.release(cache)
     except OutOfMemory:
         return None
-    return best - second
+    if sampling.is_greedy:
+        best, second = logits[0].topk(2).values.tolist()
+        return best - second
+    sampler = sampling.sampler(logits.device)
+    *_, number = (sampler.random.random() for _ in range(at + 1))
+    probs = sampler.target_distribution(logits)[0]
+    return max(distance_to_interval(probs, each[at], number) for each in (ours, theirs))

@@ -9,6 +9,7 @@ import textwrap
 import time
 
 from dynatree_lab.generation.config import METHOD_OPTIONS
+from dynatree_lab.methods.method import Method
 
 SLOW_PASS = 2.0  # seconds after which a pass shows its progress
 # Of a terminal: save the cursor and do not wrap the line, clear what follows, undo the first
@@ -38,6 +39,9 @@ def describe(methods: dict[str, type]) -> str:
     for name, settings in methods.items():
         title = (settings.__doc__ or "").splitlines()[0].removeprefix(f"{name}: ")
         lines.append(textwrap.fill(f"  {name}: {title}", 80, subsequent_indent=" " * 4))
+        method = Method(settings())
+        if method.needs_draft and not method.can_draw:
+            lines.append("    (its candidates are not drawn in sampled text: docs/method.md)")
         lines += map(describe_setting, dataclasses.fields(settings))
     lines.append("  also for methods that draft by the draft's probabilities:")
     for name, meaning in METHOD_OPTIONS.items():

@@ -11,7 +11,7 @@ dynatree.generate runs the parts. From the inside out:
              record gets the same levels as the rule; then given drawn levels (methods/drawn.py)
     target   shows its hidden states to a drafter that reads them, and its best tokens to a rule
              that reads those
-    accept   for sampled text; reads the distributions that the drafter drew from
+    accept   for sampled text; reads the distributions from which the drafter drew, if it did
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class RankedDrafter(ModelDrafter):
 def draft_ranking(method: Method, sampling: Sampling) -> Ranking:
     """Return the Ranking of the draft's logits: the top k, or none if the device draws the
     candidates."""
-    if method.facts.draws_candidates and sampling.draws_candidates:
+    if method.can_draw and sampling.draws_candidates:
         return Ranking(is_read=False)
     temperature, has_entropy = sampling.top_k_temperature, method.facts.reads_entropy
     return Ranking(method.max_branches, True, True, temperature, has_entropy)
@@ -125,12 +125,12 @@ def compose(
     another size.
     """
     rule, sampler = method.make_rule(), sampling.sampler(target.device)
-    if not sampling.is_greedy:
-        sampler.accept = choose_acceptance(method.facts, acceptance)
-    elif acceptance:
-        raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
     drafter = source_of_candidates(draft, method, sampling, sampler)
     drawn = drafter if isinstance(drafter, DrawnDrafter) else None
+    if not sampling.is_greedy:
+        sampler.accept = choose_acceptance(method.facts, acceptance, is_drawn=drawn is not None)
+    elif acceptance:
+        raise ValueError(f"{acceptance} is for sampled text, and this is greedy")
     drafter = with_states(drafter, head_of(drafter), target)
     calibrated = recorded = None
     if drafter and method.is_calibrated:

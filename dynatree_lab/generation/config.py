@@ -10,8 +10,7 @@ It can be parsed from words, as rows of the benchmark and the command line have 
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import cached_property
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 
 from draft_tree import Rule, Settings
 from dynatree_lab.engine.passes import FULL_ATTENTION, Window
@@ -55,6 +54,8 @@ class GenerationConfig:
     calibrate: bool = False  # learn acceptance probabilities from the text (methods/method.py)
     costs: str = "off"  # off, learned or tree:row:drafting:level: draft and verify only what pays
     graphs: bool = True  # on CUDA, capture the passes as graphs
+    # The method with its options. A copy of a config keeps it, because it asks a rule for its facts
+    method: Method | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         is_settings = hasattr(self.settings, "make_rule") and not isinstance(self.settings, type)
@@ -66,12 +67,10 @@ class GenerationConfig:
             raise ValueError(
                 f"commit is {self.commit}, it must be one of {', '.join(COMMIT_MODES)}"
             )
+        if not self.method or self.method.options != (self.settings, self.calibrate, self.costs):
+            method = Method(self.settings, calibrate=self.calibrate, costs=self.costs)
+            object.__setattr__(self, "method", method)  # the dataclass is frozen
         self.require_supported(self.method)
-
-    @cached_property
-    def method(self) -> Method:
-        """The method with its options. Raises ValueError if they have no effect."""
-        return Method(self.settings, calibrate=self.calibrate, costs=self.costs)
 
     def method_with(self, rule: Rule) -> Method:
         """Return the method with this rule in place of its own. Raises ValueError if the config
@@ -84,9 +83,7 @@ class GenerationConfig:
         """Raise ValueError if the options do not suit a method."""
         facts = method.facts
         if self.acceptance:
-            if facts.max_verified == 1:
-                raise ValueError(f"{self.acceptance} has no effect: the method drafts no tokens")
-            choose_acceptance(facts, self.acceptance)
+            choose_acceptance(facts, self.acceptance, method.can_draw)
         if method.make_accept and not self.sampling.is_greedy and not facts.acceptance:
             why = "the method's acceptance is for greedy text; use temperature 0"
             raise ValueError(f"temperature is {self.sampling.temperature}, {why}")

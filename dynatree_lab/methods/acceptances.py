@@ -1,4 +1,4 @@
-"""Two acceptances of sampled text whose candidates may be drawn, and which one a method gets.
+"""Two acceptances of sampled text whose candidates are drawn, and which one a method gets.
 
 token      tries rows from the root down, child by child
 traversal  verifies a tree from its leaves (Traversal Verification, Weng et al. 2025); a chain as
@@ -11,8 +11,8 @@ was drawn from d (Leviathan et al. 2023; DySpec, Algorithm 3, whose N(0, 1) is a
 2  otherwise R becomes max(R - d, 0), normalised: the part of R outside min(R, d)
 3  so accepting x, or else drawing from the new R, amounts to a draw from R
 
-The next child was drawn from d without x, normalised. A child that was not drawn counts as drawn
-from a distribution with probability 1 on its token. That is the core's acceptance (sampling.py).
+The next child was drawn from d without x, normalised. A retrieved child among drawn ones was not
+drawn. It counts as drawn from a distribution with probability 1 on its token.
 
 Traversal. Acceptance by token loses everything below a rejected token. Acceptance from the end does
 not: a likely token makes up for an unlikely one before it. For example, let there be two ids, A and
@@ -36,9 +36,8 @@ decided that yet. (In acceptance by token, w is 1 or 0 before a child is tried.)
 So the row that was drawn last, a leaf and its parent's last child, can be removed without changing
 the distribution of the text. The same holds for the row before it, and so on up to the root.
 
-A rejected child that was not drawn has probability 0 in every residual, so a path ends exactly
-where the text leaves the tree. If no child is drawn, both accept equally many tokens, and `token`
-needs less work.
+If no child of a tree is drawn, neither is needed: verify.walk, with drawn tokens, has the same
+distribution, and draws token i of a text with random number i, as ar does (sampling.py).
 
 Shapes: N tree rows, V vocabulary.
 """
@@ -52,7 +51,6 @@ from torch import Tensor
 from draft_tree import Tree
 from dynatree_lab.methods.rules import Facts, are_retrieved
 from dynatree_lab.methods.sampler import DrawingSampler
-from sampling import path_tokens
 
 # accept(tree, target_probs [N, V], sampler, draft_probs) -> the accepted rows, the root first, and
 # the token after each of them, the bonus token last. draft_probs: by draft slot, the distribution
@@ -132,28 +130,36 @@ ACCEPTANCES = {"token": accept_by_token, "traversal": accept_by_traversal}
 
 
 def default_acceptance(facts: Facts) -> str:
-    """Return the name of the acceptance that a rule gets if none is chosen.
+    """Return the name of the acceptance that drawn candidates get if none is chosen.
 
     If all drawn trees have one shape, as chains do, traversal accepts a tenth more tokens than
     token (measured). If the draft decides the shape, it accepts no more, and it reads from the
     device more often.
     """
     has_one_shape = facts.is_chain or not facts.depends_on_probs
-    return "traversal" if facts.draws_candidates and has_one_shape else "token"
+    return "traversal" if has_one_shape else "token"
 
 
-def choose_acceptance(facts: Facts, name: str | None) -> DrawnAcceptance:
+def choose_acceptance(facts: Facts, name: str | None, is_drawn: bool) -> DrawnAcceptance | None:
     """Return the acceptance of this name; for None the rule's own one, or the default of its trees.
+    None is the walk of sampling.py, for candidates that are not drawn.
 
-    Raises ValueError for an unknown name, and for a rule that has its own acceptance.
+    Raises ValueError for an unknown name, and if another acceptance is fixed.
     """
-    if name is None:
-        return facts.acceptance or ACCEPTANCES[default_acceptance(facts)]
-    if name not in ACCEPTANCES:
+    if name is not None and name not in ACCEPTANCES:
         raise ValueError(f"acceptance is {name!r}, it must be {' or '.join(ACCEPTANCES)}")
-    if facts.acceptance:
+    if name and facts.acceptance:
         raise ValueError(f"{name} has no effect: the method has its own acceptance")
-    return ACCEPTANCES[name]
+    if name and not is_drawn:
+        raise ValueError(f"{name} has no effect: the method's candidates are not drawn")
+    if facts.acceptance or not is_drawn:
+        return facts.acceptance
+    return ACCEPTANCES[name or default_acceptance(facts)]
+
+
+def path_tokens(tree: Tree, path: list[int]) -> list[int]:
+    """Return the tokens of a path, without the root's."""
+    return [tree.tokens[row] for row in path[1:]]
 
 
 def draft_probs_below(

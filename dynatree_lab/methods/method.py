@@ -38,6 +38,7 @@ class Method:
 
         Raises ValueError for calibrate and costs if they have no effect or are invalid.
         """
+        self.options = settings, calibrate, costs
         self.settings, self.own_rule, self.costs = settings, rule, costs
         example = self.make_rule()  # its facts are those of every rule of these settings
         self.facts = facts_of(example)
@@ -76,9 +77,19 @@ class Method:
         """Whether the draft's probabilities change the trees."""
         return self.max_depth > 0 and self.facts.depends_on_probs
 
+    @property
+    def can_draw(self) -> bool:
+        """Whether candidates are drawn from the draft model if text is sampled; otherwise they are
+        its top k, or a drafter's of its own."""
+        drafts = self.max_depth > 0 and self.facts.max_verified > 1
+        return drafts and not self.make_drafter and self.facts.draws_candidates
+
+    @property
+    def writes_ar_ids(self) -> bool:
+        """Whether sampled text has the ids that ar writes with the same seed (sampling.py)."""
+        return not self.can_draw and not self.facts.acceptance
+
     def has_temperature(self, draws: bool) -> bool:
         """Whether the temperature of the draft changes the trees. draws: whether candidates are
         drawn if the rule supports it."""
-        if not self.max_depth or self.make_drafter:
-            return False
-        return (draws and self.facts.draws_candidates) or self.facts.depends_on_probs
+        return (draws and self.can_draw) or (self.depends_on_probs and not self.make_drafter)

@@ -4,7 +4,7 @@ Shapes: N tree rows, n rows of a level, k candidates per row.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from heapq import heappop, heappush
@@ -12,6 +12,10 @@ from heapq import heappop, heappush
 from numpy import ndarray
 
 from draft_tree import MAX_ROWS, DynaTreeRule, Gates, Level, Rule, Tree, passing
+
+# The hooks that decide which candidates become rows. A rule with one of its own gets drawn
+# candidates only if it says so (docs/method.md, "Sampled text")
+ADDING = ("add_gates", "breadth", "finish_tree")
 
 
 class MethodRule(Rule):
@@ -126,7 +130,8 @@ def facts_of(rule: Rule) -> Facts:
     found = {
         "max_verified": rule.max_rows,
         "n_drawn": rule.max_branches,
-        "draws_candidates": may_draw(rule),
+        # The core's classes compare Level.values with thresholds, so their candidates may be drawn
+        "draws_candidates": is_of_core(rule, ADDING),
         "depends_on_probs": not has_fixed_shape(rule),
         "is_chain": rule.max_branches == 1,
     }
@@ -134,25 +139,17 @@ def facts_of(rule: Rule) -> Facts:
     return Facts(**found | given)
 
 
-def adding_class(rule: Rule) -> type[Rule]:
-    """Return the class that decides which candidates of a rule become rows."""
-    names = {"add_gates", "breadth", "finish_tree", "draws_candidates"}
-    return next(kind for kind in type(rule).__mro__ if names & vars(kind).keys())
-
-
-def may_draw(rule: Rule) -> bool:
-    """Whether a rule of the core may get drawn candidates. Its two classes compare `level.values`
-    with thresholds, so they may (drawn.py). A subclass that itself decides which candidates become
-    rows may not, unless it says so by an attribute draws_candidates."""
-    return adding_class(rule) in (Rule, DynaTreeRule)
+def is_of_core(rule: Rule, hooks: Sequence[str]) -> bool:
+    """Whether these hooks of a rule are those of the core's two classes, not a subclass's own."""
+    core = DynaTreeRule if isinstance(rule, DynaTreeRule) else Rule
+    return all(getattr(type(rule), hook, None) is getattr(core, hook, None) for hook in hooks)
 
 
 def has_fixed_shape(rule: Rule) -> bool:
     """Whether the log-probabilities do not change which nodes a rule of the core adds."""
-    kind = adding_class(rule)
-    if kind not in (Rule, DynaTreeRule) or type(rule).expand_gates is not kind.expand_gates:
+    if not is_of_core(rule, [*ADDING, "expand_gates"]):
         return False
-    s = rule.current if kind is DynaTreeRule else None
+    s = rule.current if isinstance(rule, DynaTreeRule) else None
     return not (s and (s.adapt_breadth or s.adapt_depth or s.prune))
 
 

@@ -13,6 +13,7 @@ Shapes: n rows, k candidates per row, V vocabulary.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy
 import torch
@@ -21,8 +22,10 @@ from torch import Tensor
 from draft_tree import Candidates, Tree, number
 from dynatree_lab.methods.overflow import cut_path, finite_rows
 from sampling import Sampler, is_in_top_p, require_positive, tempered
+from verify import walk
 
 MAX_SEED = 2**63 - 1
+NO_TOKEN = -1  # no row holds it
 N_SORTED = 256  # number of likeliest ids that are searched for the top-p set first
 # The exponential race is faster for more draws per row: from 32 on at 4,096 ids, from 127 on at
 # 50,304 (measured on a CPU)
@@ -96,10 +99,11 @@ class DrawingSampler(Sampler):
     """The Acceptance of sampled text, which also draws the candidates of methods that want it."""
 
     def __init__(self, settings: Sampling, device: torch.device):
-        super().__init__(settings.temperature or 1.0, settings.top_p, MAX_SEED - settings.seed)
+        super().__init__(settings.temperature or 1.0, settings.top_p, settings.seed)
         self.settings = settings
         self.generator = torch.Generator(device).manual_seed(settings.seed)
-        self.accept: Callable | None = None  # a DrawnAcceptance (acceptances.py)
+        # A DrawnAcceptance (acceptances.py); None if no candidate is drawn
+        self.accept: Callable | None = None
         # By draft slot of the current tree: the distribution [V] of the row's candidates
         self.draft_probs: list[Tensor] = []
         self.on_trial: OnTrial | None = None
@@ -107,13 +111,23 @@ class DrawingSampler(Sampler):
     def __call__(
         self, tree: Tree, logits: Tensor, is_finite: list[bool] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Return what Sampler does, by `accept`. is_finite: its finite_rows, if known."""
+        """Return what Sampler does. Drawn candidates need `accept` in place of its walk. is_finite:
+        finite_rows of the logits, if known."""
         is_finite = is_finite or finite_rows(logits.amax(dim=-1))  # nan if any is nan
         if not all(is_finite):  # the path is cut before such a row, so its numbers do not matter
             logits = logits.clone()
             logits[[row for row, finite in enumerate(is_finite) if not finite]] = 0.0
-        path, tokens = self.accept(tree, self.target_distribution(logits), self, self.draft_probs)
+        probs = self.target_distribution(logits)
+        if self.accept:
+            path, tokens = self.accept(tree, probs, self, self.draft_probs)
+        else:
+            path, tokens = walk(tree, partial(self.draw_after, probs, is_finite))
         return cut_path(path, tokens, is_finite)
+
+    def draw_after(self, probs: Tensor, is_finite: list[bool], row: int) -> int:
+        """Draw the token after a row of a tree. A row that overflowed has none, and uses no random
+        number, so number i still draws token i."""
+        return self.draw(probs[row]) if is_finite[row] else NO_TOKEN
 
     def target_distribution(self, logits: Tensor) -> Tensor:
         """Return the target's distributions [n, V], 0 for tokens that are not drawn."""
@@ -220,9 +234,6 @@ class DrawingSampler(Sampler):
             logprobs = numpy.log(found[:, k : 2 * k])
         tokens = found[:, :k].astype(numpy.int64)
         return Candidates(tokens, logprobs, found[:, -1] if rest else None)
-
-    def draw(self, probs: Tensor) -> int:
-        return int(self.draw_several(probs.unsqueeze(0), 1)[0])
 
     def uniform(self) -> float:
         """Draw a number from [0, 1) on the host, without waiting for the device."""

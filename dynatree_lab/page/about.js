@@ -9,7 +9,8 @@ const ACCEPTANCES = { // name, address and section of the paper
 
 function buildAbout() {
   const { metrics, sampling } = { ...data, ...settings };
-  const how = isSampled ? `sampled at ${formatValue(sampling.temperature)}` : "greedy";
+  const candidates = acceptance === "walk" ? ", candidates not drawn" : "";
+  const how = isSampled ? `sampled at ${formatValue(sampling.temperature)}${candidates}` : "greedy";
   const window = settings.window ? `, window ${settings.window.size}` : "";
   const own = Object.entries(settings.objects ?? {}).map(([kind, name]) => `, ${kind} ${name}`);
   byId("method").textContent = `${settings.method}, ${how}${window}${own.join("")}`;
@@ -99,7 +100,7 @@ const TERMS = [
 ];
 const TERMS_OF_TOKEN = [
   ["acceptance probability", "of a drawn child: its remaining target probability / its draft " +
-    "probability, at most 1; of a top-k or retrieved child: its remaining target probability"],
+    "probability, at most 1; of a retrieved child: its remaining target probability"],
   ["uniform number", "drawn from [0, 1); a child is accepted if it is below the acceptance probability"],
   ["remaining mass", "the part of the target distribution that is left after a rejection. The next " +
     "sibling is tried against this part, normalised, or the bonus token is drawn from it"],
@@ -114,8 +115,8 @@ const TERMS_OF_PATHS = [ // for acceptance by traversal
 ];
 
 function termsOfSampling() {
-  if (!isSampled) return [];
-  return settings.acceptance === "traversal" ? TERMS_OF_PATHS : TERMS_OF_TOKEN;
+  if (!hasTrials) return [];
+  return acceptance === "traversal" ? TERMS_OF_PATHS : TERMS_OF_TOKEN;
 }
 
 const COLOURS = [
@@ -141,7 +142,7 @@ function glossary() {
   const gates = new Set(trees.flatMap(({ tree }) => tree.dropped.map(([, , , gate]) => gate)));
   for (const { tree } of trees) tree.stopped.forEach((gate) => gate && gates.add(gate));
   const meaningRows = (names) => [...names].map((name) => [name, meaningOf(name)]);
-  const source = isSampled ? ACCEPTANCES[settings.acceptance] : null;
+  const source = ACCEPTANCES[acceptance];
   const link = (text, href) => html("a", { href, target: "_blank", rel: "noreferrer" }, text);
   return [
     html("h3", {}, "Words"),

@@ -8,6 +8,9 @@ const data = JSON.parse(byId("data").textContent);
 const { iterations, settings } = data;
 const lastIteration = iterations.length - 1;
 const isSampled = Boolean(settings.sampling?.temperature);
+// null: greedy; walk: sampled, and nothing was drawn from the draft; own: the user's; else by trials
+const { acceptance } = settings;
+const hasTrials = ["token", "traversal"].includes(acceptance);
 const ruleSettings = { ...data.base?.settings, ...settings }; // graft mostly uses its base
 const DEPTH_RATIO_BOUNDS = { low: 0.6, high: 0.8 }; // between them, history changes no threshold
 
@@ -39,7 +42,7 @@ function viewOf(index) {
   view.isRetrieved = new Set(retrieved);
   view.isAccepted = new Set(iteration.path);
   view.leaf = iteration.path[iteration.path.length - 1];
-  view.trials = new Map(); // row -> trial; empty for greedy text
+  view.trials = new Map(); // row -> trial; empty without drawn candidates
   for (const [row, p, uniform, remaining] of iteration.trials) {
     view.trials.set(row, { p, uniform, remaining });
   }

@@ -149,7 +149,8 @@ function noteOf(view, kind, row, isCompact) {
   return { text: row ? formatProbability(view.tree.p[row]) : "" };
 }
 
-// Whether a node was accepted; for sampled text also its uniform number and acceptance probability.
+// Whether a node was accepted; for drawn candidates also its uniform number and acceptance
+// probability.
 function trialMark(view, row, isCompact) {
   const { parents } = view.tree;
   const [mark, kind] = view.isAccepted.has(row) ? ["✓", "accepted"] : ["✗", "rejected"];
@@ -160,7 +161,7 @@ function trialMark(view, row, isCompact) {
     return { text: `${trial.uniform.toFixed(2)} ${sign} ${trial.p.toFixed(2)} ${mark}`, kind };
   }
   const isAccepted = view.isAccepted.has(row); // also without a trial, by a node below it
-  const isTried = row > 0 && (isSampled ? isAccepted : view.isAccepted.has(parents[row]));
+  const isTried = row > 0 && (hasTrials ? isAccepted : view.isAccepted.has(parents[row]));
   return isTried ? { text: mark, kind } : { text: "" };
 }
 

@@ -31,6 +31,9 @@ const SOURCES_OF_RETRIEVED = {
   graft: "the successor table",
 };
 const RULE_OF_ACCEPTANCE = {
+  own: "The user’s acceptance chooses the path.",
+  walk: "From the root down, the target model’s next token is drawn. The child that holds it is " +
+    "accepted.",
   token: "From the root down, a child is accepted if its uniform number is below its acceptance " +
     "probability.",
   traversal: "From the leaves up, the first row whose uniform number is below its acceptance " +
@@ -115,15 +118,14 @@ const CAPTIONS = {
   accept(view, stage, { path, bonus }) {
     const rows = path.length > 1 ? `rows ${joinWithAnd(path)} are` : "only the root is";
     const accepted = `${rows} accepted`;
-    if (!isSampled) {
-      const how = "The path starts at the root and follows the target model’s most probable tokens";
-      return `${how}. ${capitalise(accepted)}. ${quote([bonus])} is the bonus token.`;
-    }
-    const how = RULE_OF_ACCEPTANCE[settings.acceptance];
+    const how = acceptance === null
+      ? "The path starts at the root and follows the target model’s most probable tokens."
+      : RULE_OF_ACCEPTANCE[acceptance];
     const nTrials = view.trials.size;
     const trials = `After ${formatCount(nTrials, "trial")}`;
     const outcome = nTrials ? `${trials}, ${accepted}` : capitalise(accepted);
-    return `${how} ${outcome}. Then the bonus token ${quote([bonus])} is drawn.`;
+    if (hasTrials) return `${how} ${outcome}. Then the bonus token ${quote([bonus])} is drawn.`;
+    return `${how} ${outcome}. ${quote([bonus])} is the bonus token.`;
   },
   commit(view, stage, { path, tokens }) {
     const nMoved = path.filter((row, i) => row !== i).length;
@@ -267,7 +269,8 @@ function outcomeOf(view, stage, row) {
   if (!view.isAccepted.has(view.tree.parents[row])) {
     return `${source}, but not accepted, because a node above it was not.`;
   }
-  if (isSampled) return `${source}, but not tried, because an earlier sibling was accepted.`;
+  if (hasTrials) return `${source}, but not tried, because an earlier sibling was accepted.`;
+  if (acceptance === "walk") return `${source}, but another token was drawn.`;
   return `${source}, but not accepted.`;
 }
 
@@ -338,8 +341,9 @@ function breadthsOf(view, stage) {
   return [html("h3", {}, "Number of children"), html("ul", { class: "breadths" }, ...entries)];
 }
 
-// The trials of sampled text, in their order.
+// What decided a path of sampled text: the trials in their order, or the tokens drawn in a walk.
 function trialsOf(view) {
+  if (acceptance === "walk") return drawnTokensOf(view);
   if (!view.trials.size) return [];
   const entries = [...view.trials].map(([row, { p, uniform, remaining }]) => {
     const isAccepted = uniform < p;
@@ -350,6 +354,17 @@ function trialsOf(view) {
   });
   const title = "Trials: uniform number, probability";
   return [html("h3", {}, title), html("ol", { class: "trials" }, ...entries)];
+}
+
+// The token drawn after each row of the path, and the child that holds it.
+function drawnTokensOf({ iteration: { path, bonus }, tree }) {
+  const entries = path.map((row, i) => {
+    const child = path[i + 1];
+    const held = child === undefined ? "held by no child" : `held by row ${child}`;
+    const drawn = child === undefined ? bonus : tree.tokens[child];
+    return html("li", {}, token(tree.tokens[row]), " then ", token(drawn), `: ${held}`);
+  });
+  return [html("h3", {}, "Drawn tokens"), html("ol", { class: "trials" }, ...entries)];
 }
 
 function droppedCounts({ dropped, n_dropped: n }) {

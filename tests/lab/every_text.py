@@ -246,6 +246,9 @@ class Scripted(DrawingSampler):
                 drawn.append(next(i for i in range(len(probs)) if i not in drawn))
         return drawn
 
+    def draw(self, probs: Tensor) -> int:
+        return self.draw_row(probs.tolist(), 1)[0]
+
     def uniform(self) -> "ScriptedUniform":
         return ScriptedUniform(self.choose)
 

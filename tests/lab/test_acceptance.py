@@ -25,7 +25,7 @@ from dynatree_lab.methods.acceptances import (
     choose_acceptance,
 )
 from dynatree_lab.methods.method import Method
-from dynatree_lab.methods.retrieval import Graft
+from dynatree_lab.methods.retrieval import Graft, Recycle
 from dynatree_lab.methods.rules import facts_of
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, SpecInfer
@@ -108,25 +108,33 @@ def test_a_forbidden_token_is_no_overflow(acceptance: str) -> None:
 
 def test_the_default_depends_on_the_kind_of_tree() -> None:
     """Check also two methods that their settings make a chain."""
-    facts = {name: Method(kind()).facts for name, kind in METHODS.items()}
-    chosen = {n: choose_acceptance(each, None) for n, each in facts.items() if not each.acceptance}
+    methods = {name: Method(kind()) for name, kind in METHODS.items()}
+    chosen = {
+        name: choose_acceptance(method.facts, None, method.can_draw)
+        for name, method in methods.items()
+    }
     by_traversal = {"linear", "confident", "specinfer", "sequoia", "auto"}
     assert {name for name, by in chosen.items() if by is accept_by_traversal} == by_traversal
-    assert {by for name, by in chosen.items() if name not in by_traversal} == {accept_by_token}
+    by_token = {"dynatree", "fixed", "dyspec", "graft"}
+    assert {name for name, by in chosen.items() if by is accept_by_token} == by_token
+    assert {chosen[name] for name in methods.keys() - by_traversal - by_token} == {None}
     dynatree = METHODS["dynatree"](B_min=1, B_mid=1, B_max=1)
     for settings in (dynatree, Graft("linear", graft=False, checkpoints="off")):
-        assert choose_acceptance(facts_of(settings.make_rule()), None) is accept_by_traversal
+        facts = facts_of(settings.make_rule())
+        assert choose_acceptance(facts, None, is_drawn=True) is accept_by_traversal
         _, tree = make_drafted_tree(settings, 0)
         assert len(tree) > 2 and tree.parents == list(range(-1, len(tree) - 1))
 
 
 def test_an_invalid_choice_is_an_error() -> None:
     with pytest.raises(ValueError, match="acceptance is 'block', it must be token or traversal"):
-        choose_acceptance(facts_of(Chain().make_rule()), "block")
+        choose_acceptance(facts_of(Chain().make_rule()), "block", is_drawn=True)
     own = Chain().make_rule()
     own.acceptance = accept_by_token
-    assert choose_acceptance(facts_of(own), None) is accept_by_token
+    assert choose_acceptance(facts_of(own), None, is_drawn=True) is accept_by_token
     with pytest.raises(ValueError, match="token has no effect: the method has its own acceptance"):
-        choose_acceptance(facts_of(own), "token")
+        choose_acceptance(facts_of(own), "token", is_drawn=True)
+    with pytest.raises(ValueError, match="token has no effect: the method's candidates are not dr"):
+        choose_acceptance(facts_of(Recycle().make_rule()), "token", is_drawn=False)
     with pytest.raises(ValueError, match="token is for sampled text"):
         next(generate(*[random_model(0)] * 2, PROMPT, Chain(), 5, acceptance="token"))

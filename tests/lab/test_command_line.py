@@ -243,10 +243,12 @@ def corrupt_id(monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
     monkeypatch.setattr(dynatree_lab.cli.main, "compare", compare)
 
 
-STRICT, HALF = ["--strict"], ["--dtype", "bfloat16"]
+STRICT, HALF, HOT = ["--strict"], ["--dtype", "bfloat16"], ["--temperature", "0.8"]
 VERDICTS = {  # options, token with a changed id, status, message
     "equal": ([], None, 0, "the ids are equal"),
-    "an id": ([], 4, 1, r"the ids differ from token 4 on \(top-2 gap .* not a tie\)"),
+    "an id": ([], 4, 1, r"the ids differ from token 4 on \(gap .* not a tie\)"),
+    "sampled": (["--method", "recycle", *HOT], None, 0, "the ids are equal"),
+    "sampled id": (["--method", "recycle", *HOT], 4, 1, r"from token 4 on \(gap .* not a tie\)"),
     "half": (HALF, 4, 0, "with --strict the ids are ar's"),
     "strict": (STRICT + HALF, None, 0, "strict ar: .* the ids are equal"),
     "strict id": (STRICT + HALF, 4, 1, "the ids differ from token 4 on$"),
@@ -264,6 +266,12 @@ def test_compare(name: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -
     found = json.loads(captured.out)["compare"]
     assert found["first_difference"] == at
     assert found["exact"] is (at is None) and found["is_strict"] is ("--strict" in options)
+
+
+def test_drawn_candidates_write_other_ids_than_ar(capsys: Captured) -> None:
+    words = ["--prompt", PROMPT, "--compare", "--max-new-tokens", "6", *HOT]
+    assert main(words + DRAFT_TWICE) == 0
+    assert capsys.readouterr().err.endswith("; the ids are drawn, so they differ by chance\n")
 
 
 def test_a_single_token_is_compared_without_a_speed(capsys: Captured) -> None:

@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from fast import noisy_pair
 from growing import random_options, random_settings
 from small import ROOT, TINY, Captured
+from torch import Tensor
 
 import dynatree
 import dynatree_lab.generation.generate
-from draft_tree import Settings
+from draft_tree import Autoregressive, Candidates, Settings
 from dynatree_lab.cli.main import build_parser, main
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.generation.config import GenerationConfig
@@ -25,7 +27,9 @@ from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.sampler import GREEDY, Sampling
+from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX
+from sampling import Sampler
 
 Pairs = list[tuple[GPTNeoX, GPTNeoX]]  # (target, draft) of the reference and of the fast engine
 CORE = ("gpt_neox", "draft_tree", "sampling", "verify", "dynatree")
@@ -116,6 +120,37 @@ def test_the_fast_engine_writes_what_the_reference_writes(
         for pair in (reference, fast)
     )
     assert found == expected, settings
+
+
+class Shuffled(dynatree.ModelDrafter):
+    """A user's drafter: the likeliest candidates in a random order."""
+
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        found, order = super().choose(logits, k), torch.randperm(min(k, logits.shape[1])).numpy()
+        return Candidates(found.tokens[:, order], found.logprobs[:, order])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranked_candidates_write_the_sampled_text_of_the_cores_ar(
+    method: str, top_p: float, pairs: Pairs
+) -> None:
+    """Compare ids with one seed: of methods whose candidates are not drawn, and of the others with
+    a user's drafter. Random settings; the texts must have accepted tokens."""
+    (target, _), fast = pairs
+    rng = random.Random(method)
+    settings = with_fixed_costs(random_settings(method, rng))
+    prompt, sampling = rng.choices(range(96), k=9), Sampling(1.0, top_p, seed=3)
+    accept = Sampler(1.0, top_p, seed=3)
+    rule = Autoregressive().make_rule()
+    steps = dynatree.generate(target, None, prompt, rule, 40, accept=accept)
+    expected = [token for step in steps for token in step.tokens]
+    config = GenerationConfig(settings, sampling=sampling)
+    models, drafter = fast, None
+    if not config.method.writes_ar_ids:
+        models, drafter = (fast[0], None), Shuffled(fast[1])
+    found = dynatree_lab.generation.generate.generate(*models, prompt, config, 40, drafter=drafter)
+    assert token_ids(found) == expected
 
 
 def describe(step: Step) -> tuple:

@@ -22,7 +22,7 @@ from dynatree_lab.benchmark import measure as bench
 from dynatree_lab.benchmark.cases import CONTROL, Case
 from dynatree_lab.benchmark.measure import Bench, Job, main
 from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
-from dynatree_lab.benchmark.report import text_report
+from dynatree_lab.benchmark.report import is_exact, text_frame, text_report
 from dynatree_lab.benchmark.results import Line, Results, key_of, load
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.engine.memory import OutOfMemory
@@ -145,8 +145,8 @@ def test_passes_are_timed_up_to_the_largest_one() -> None:
 
 
 def test_every_sampled_text_has_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that the seed depends on prompt and round, not on the case. No ids of sampled texts are
-    stored, because they are not compared."""
+    """Check that the seed depends on prompt and round, not on the case. Only ids that are compared
+    are stored, so none of drawn candidates."""
     seeds = []
 
     def note(pair: Pair, prompt: list[int], config: GenerationConfig, n: int) -> Request:
@@ -155,10 +155,13 @@ def test_every_sampled_text_has_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(bench, "Request", note)
     options = ["--temperature", "1", "--seed", "7", "--repeats", "2"]
-    results, _ = run_bench(tmp_path / "r.jsonl", BRIEF, *options)
-    assert seeds[2:] == [7, 7, 8, 8, 9, 9, 10, 10]  # the first two are the warm-up's
-    kept = {name for text in results.texts.values() for name in text}
-    assert not results.ids and not kept & {"ids", "ids_digest", "calibration"}
+    rows = override(BRIEF, "--methods", "ar,linear K=2,recycle")
+    results, _ = run_bench(tmp_path / "r.jsonl", rows, *options)
+    assert seeds[3:] == [seed for seed in (7, 8, 9, 10) for _ in range(3)]  # after the warm-up's
+    has_ids = {text["row"]: "ids_digest" in text for text in results.texts.values()}
+    assert has_ids == {"ar": True, "linear K=2": False, "recycle": True}
+    assert not any("calibration" in text for text in results.texts.values())
+    assert is_exact(results) and text_frame(results).is_compared.sum() == 4  # of recycle
 
 
 def end_at(n: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +264,7 @@ def test_a_text_that_differs_from_its_reference(
     for _ in range(2):
         assert main(["--resume", str(file)]) == 1
         printed = " ".join(capsys.readouterr().out.split())
-        where = "on 1 of 4 texts (first prompt: 1, earliest token: 2, top-2 gap in float32: at most"
+        where = "on 1 of 4 texts (first prompt: 1, earliest token: 2, gap in float32: at most"
         assert f"recycle differs from ar {where}" in printed and "3/4" in printed
         ((key, difference),) = load(file).differences.items()
         assert key == key_of(text) and difference["at"] == 2 and difference["gap"] > 0
