@@ -11,8 +11,7 @@ ends. Each step has times, cache lengths and predictions as well.
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from contextlib import closing
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,14 +23,14 @@ from dynatree_lab.engine.invariance import strict_rows
 from dynatree_lab.engine.masks import PLAIN
 from dynatree_lab.engine.model import is_fast
 from dynatree_lab.engine.passes import SMALL_PASS, PassConfig
-from dynatree_lab.engine.scores import Ranking, token_logprobs
+from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.strict import STRICT
 from dynatree_lab.generation.compose import compose, draft_ranking
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
-from dynatree_lab.generation.run import FastRun, ModelRun, require_caches
-from dynatree_lab.generation.step import Choice, Clock, Step, TimedDrafter, step_of
+from dynatree_lab.generation.run import FastRun, ModelRun, Runs
+from dynatree_lab.generation.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
 from gpt_neox import Model
@@ -87,62 +86,30 @@ def generate(
     require_valid(draft, config, drafter=drafter, accept=accept, logprobs=logprobs)
     text = checked_text(target, prompt, max_new_tokens, eos_ids)
     method = config.method if rule is None else method_of(rule, config)
-    target_run, draft_run = run_target(target, method, config, text), None
-    if drafter is None and method.needs_draft:
-        if draft is None:
-            raise ValueError("this method drafts, so it needs a draft or a drafter")
-        draft_run = run_draft(draft, method, config, text, n_ids=target.config.vocab_size)
-    runs = [target_run, draft_run] if draft_run else [target_run]
-    require_caches(runs)
+    runs = make_runs(target, draft, drafter, method, config, text)
     if accept is None and config.sampling.is_greedy and method.make_accept:
         accept = method.make_accept()
     options = config.sampling, config.acceptance, is_recorded
-    parts = compose(target_run, drafter or draft_run, method, *options)
-    limited_rule = LimitedRule(parts.rule, target_run)
-    clock = Clock()
-    timed_drafter = TimedDrafter(parts.drafter or Drafter(), clock)
-    choice = Choice(
-        target_run,
-        text.ids[:-1],
-        sampler=parts.accept,
-        accept=accept,
-        process=process,
-        keeps_logits=logprobs is not None or inspect is not None,
-        clock=clock,
-    )
-    for run, cache in zip(runs, kept, strict=False):  # the draft's is unused without a draft
-        run.keep(cache, choice.committed, config.strict)
+    parts = compose(runs.target, drafter or runs.draft, method, *options)
+    limited_rule = LimitedRule(parts.rule, runs.target)
+    observers = process, inspect, logprobs
+    choice = Choice(runs.target, text.ids[:-1], parts.accept, accept, *observers)
+    timed_drafter = TimedDrafter(parts.drafter or Drafter(), choice.clock)
+    runs.keep(kept, choice.committed, config.strict)
 
-    steps = dynatree.generate(
-        target_run,
-        timed_drafter,
-        text.ids,
-        limited_rule,
-        text.max_new_tokens,
-        eos_ids=text.end_ids,
-        accept=choice,
-    )
-    with target_run, draft_run or nullcontext(), closing(steps):
+    arguments = runs.target, timed_drafter, text.ids, limited_rule, text.max_new_tokens
+    steps = dynatree.generate(*arguments, eos_ids=text.end_ids, accept=choice)
+    with runs, closing(steps):
         began = time.perf_counter()
         limited_rule.start(text.ids)
         for i, step in enumerate(steps):
             ms = (time.perf_counter() - began) * 1e3
             # Read here, because a caller may change the Step
-            goes_on = len(step.tokens) < text.max_new_tokens
-            goes_on = goes_on and step.tokens[-1] not in text.end_ids
-            if inspect:
-                inspect(choice.logits[: len(step.tokens)])
-            found = step_of(step, ms, choice=choice, drafter=timed_drafter, draft=draft_run)
-            if logprobs is not None:
-                own = choice.logits[: len(step.tokens)]
-                found = replace(found, logprobs=token_logprobs(own, step.tokens, logprobs))
-            if is_recorded:
-                found = replace(found, record=parts.recorded.record)
-            yield found
-            if config.graphs and i == 0 and goes_on:
-                shortest = min(len(text.ids) + 1, config.window.size + config.window.sinks)
-                for run in runs:  # after the prefill, whose passes are not captured
-                    run.capture(shortest)
+            is_last = len(step.tokens) == text.max_new_tokens or step.tokens[-1] in text.end_ids
+            yield step_of(step, ms, choice, timed_drafter, runs.draft, parts.recorded)
+            if config.graphs and i == 0 and not is_last:
+                # After the prefill, whose passes are not captured
+                runs.capture(min(len(text.ids) + 1, config.window.size + config.window.sinks))
             began = time.perf_counter()
 
 
@@ -208,6 +175,23 @@ def method_of(rule: Rule, config: GenerationConfig) -> Method:
     method = config.method_with(rule)
     rule.is_used = True
     return method
+
+
+def make_runs(
+    target: Model,
+    draft: Model | None,
+    drafter: Drafter | None,
+    method: Method,
+    config: GenerationConfig,
+    text: Text,
+) -> Runs:
+    """Return the runs of a text. Raises ValueError if the method needs a draft and has none."""
+    target_run = run_target(target, method, config, text)
+    if drafter or not method.needs_draft:
+        return Runs(target_run, None)
+    if draft is None:
+        raise ValueError("this method drafts, so it needs a draft or a drafter")
+    return Runs(target_run, run_draft(draft, method, config, text, target.config.vocab_size))
 
 
 def run_target(target: Model, method: Method, config: GenerationConfig, text: Text) -> ModelRun:

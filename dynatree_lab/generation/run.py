@@ -114,11 +114,8 @@ class ModelRun:
         self.ms, self.rows = 0.0, []
         return stats
 
-    def __enter__(self) -> "ModelRun":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    def end(self, is_whole: bool) -> None:
+        """Release the cache. is_whole: the text ended without an error."""
 
 
 class FastRun(ModelRun):
@@ -171,12 +168,38 @@ class FastRun(ModelRun):
     def capture(self, shortest: int) -> None:
         self.model.capture(self.cache, shortest)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def end(self, is_whole: bool) -> None:
         if self.cache:
             self.model.release(self.cache)
-            if self.kept and kind in (None, GeneratorExit):  # the caller may close the generator
+            if self.kept and is_whole:
                 with suppress(OutOfMemory):  # the text is done; the next one runs everything again
                     self.kept.save(self.cache, self.text)
+
+
+class Runs:
+    """The runs of one text: the target's, and the draft's if the draft model is used."""
+
+    def __init__(self, target: ModelRun, draft: ModelRun | None):
+        """Raises OutOfMemory."""
+        self.target, self.draft = target, draft
+        self.all = [target, draft] if draft else [target]
+        require_caches(self.all)
+
+    def keep(self, kept: Sequence[KeptCache], text: list[int], is_strict: bool) -> None:
+        """Keep the caches for the next text. kept: of the target and the draft, or empty."""
+        for run, cache in zip(self.all, kept, strict=False):
+            run.keep(cache, text, is_strict)
+
+    def capture(self, shortest: int) -> None:
+        for run in self.all:
+            run.capture(shortest)
+
+    def __enter__(self) -> "Runs":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        for run in self.all:
+            run.end(is_whole=kind in (None, GeneratorExit))  # the caller may close the generator
 
 
 def require_caches(runs: Sequence[ModelRun]) -> None:

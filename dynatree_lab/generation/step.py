@@ -5,6 +5,7 @@ Shapes: n rows of a tree, V vocabulary.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
@@ -13,13 +14,13 @@ from torch import Tensor
 import dynatree
 from draft_tree import Candidates, Tree
 from dynatree import Drafter
-from dynatree_lab.engine.scores import Scores, TokenLogprob
+from dynatree_lab.engine.scores import Scores, TokenLogprob, token_logprobs
 from dynatree_lab.generation.process import Process, processed
-from dynatree_lab.generation.record import TreeRecord
+from dynatree_lab.generation.record import RecordedRule, TreeRecord
 from dynatree_lab.generation.run import ModelRun
-from dynatree_lab.methods.overflow import accept_best, cut_path
+from dynatree_lab.methods.overflow import cut_path
 from dynatree_lab.methods.sampler import DrawingSampler
-from verify import Acceptance
+from verify import Acceptance, walk
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,22 +91,22 @@ class Choice:
         self,
         target: ModelRun,
         committed: list[int],
-        *,
         sampler: DrawingSampler | None,
         accept: Acceptance | None,
         process: Process | None,
-        keeps_logits: bool,
-        clock: Clock,
+        inspect: Callable[[Tensor], None] | None,
+        logprobs: int | None,
     ):
         """
         Args:
             committed: the ids before the root, to which the accepted ones are appended.
             sampler: for sampled text.
             accept: the caller's, in place of all others.
+            process, inspect, logprobs: as in generate.
         """
-        self.target, self.committed = target, committed
+        self.target, self.committed, self.clock = target, committed, Clock()
         self.sampler, self.accept, self.process = sampler, accept, process
-        self.keeps_logits, self.clock = keeps_logits, clock
+        self.inspect, self.n_logprobs = inspect, logprobs
 
     def __call__(self, tree: Tree, logits: Tensor) -> tuple[list[int], list[int]]:
         scores = self.target.scores
@@ -119,23 +120,32 @@ class Choice:
         elif self.sampler:
             path, tokens = self.sampler(tree, scores.logits, is_finite)
         else:
-            path, tokens = accept_best(tree, self.predictions)
+            path, tokens = walk(tree, self.predictions.__getitem__)
         path, tokens = cut_path(path, tokens, is_finite)
-        if self.keeps_logits:  # a copy, because on CUDA a rebuilt commit overwrites them
-            self.logits = logits[path]
+        if self.inspect or self.n_logprobs is not None:
+            self.logits = logits[path]  # a copy, because on CUDA a rebuilt commit overwrites them
         self.bonus = tokens[-1]
         self.committed += [tree.tokens[row] for row in path]
         self.clock.accepted = time.perf_counter()
         return path, tokens
 
+    def show(self, tokens: list[int]) -> list[TokenLogprob]:
+        """Show the caller the logits from which the tokens of a step were chosen. Return their
+        log-probabilities, if they are wanted."""
+        if self.inspect:
+            self.inspect(self.logits[: len(tokens)])
+        if self.n_logprobs is None:
+            return []
+        return token_logprobs(self.logits[: len(tokens)], tokens, self.n_logprobs)
+
 
 def step_of(
     step: dynatree.Step,
     ms: float,
-    *,
     choice: Choice,
     drafter: TimedDrafter,
     draft: ModelRun | None,
+    recorded: RecordedRule | None,
 ) -> Step:
     """Return the loop's step, which took `ms`, with what was kept during it."""
     draft_ms, drafter.ms = drafter.ms, 0.0
@@ -156,4 +166,6 @@ def step_of(
         draft_ms=draft_ms,
         verify_ms=verify_ms,
         other_ms=ms - draft_ms - verify_ms,
+        logprobs=choice.show(step.tokens),
+        record=recorded and recorded.record,
     )

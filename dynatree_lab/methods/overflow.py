@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draft_tree import Tree
 from gpt_neox import finite
 
 
@@ -29,15 +28,6 @@ def finite_rows(highest: Tensor) -> list[bool]:
         finite(highest[:1])
         raise ValueError("the target's logits are -inf for every token, so none can follow")
     return is_finite
-
-
-def accept_best(tree: Tree, best: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Accept greedily, as verify.accept_greedy does. best: [N], the target's best ids."""
-    path = [0]
-    for row in range(1, len(tree)):
-        if tree.parents[row] == path[-1] and tree.tokens[row] == best[path[-1]]:
-            path.append(row)
-    return path, [best[row] for row in path]
 
 
 def cut_path(

@@ -202,7 +202,7 @@ def lack_memory(folder: Path, found: Found) -> int:
     """Write the texts of the same prompts while rank 1 has no memory."""
     with pytest.MonkeyPatch.context() as patch:
         if rank():
-            patch.setattr("dynatree_lab.generation.generate.require_caches", raise_out_of_memory)
+            patch.setattr("dynatree_lab.generation.run.require_caches", raise_out_of_memory)
         return write_prompts(folder, found)
 
 
