@@ -22,6 +22,7 @@ tok/s        (tokens - 1) / seconds after the first token
 x ar         tok/s / ar's tok/s on the same prompt in the same round, with quartiles
 tokens/iter  tokens per pass of the target, the bonus token included
 rows/tree    rows of such a pass, the root included
+passes       of the draft model per pass of the target, one per level (draft passes)
 exact        the texts whose ids equal ar's; sampled texts do, because their seeds are equal
 """
 
@@ -40,7 +41,9 @@ from draft_tree import Autoregressive, DynaTree, Settings
 from dynatree import (
     TINY,
     Metrics,
+    ModelDrafter,
     add_model_options,
+    draft_temperature,
     encode_prompt,
     generate,
     load_models,
@@ -68,29 +71,40 @@ PROMPTS = (
     "After the war the family moved to a small town,",
 )
 
-# From `tree` to `+history` each row has one part of DynaTree more. These rows have lower thresholds
-# than the defaults, with which the draft of models/tiny ends paths before the parts differ
-ALL_PARTS = DynaTree(tau=0.01, rho_stop=0.05, rho_deep=0.15)
-TREE = replace(ALL_PARTS, adapt_breadth=False, adapt_depth=False, prune=False, history=False)
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: a method with its settings."""
+
+    settings: Settings
+    draft_temperature: float | None = None  # None: that of the options
+
+
+# From `tree` to `dynatree` each row has one part of DynaTree more
+TREE = DynaTree(adapt_breadth=False, adapt_depth=False, prune=False, history=False)
 PRUNE = replace(TREE, prune=True)
 BREADTH = replace(PRUNE, adapt_breadth=True)
 ROWS = {
-    "ar": Autoregressive(),  # the target alone
-    "chain": replace(TREE, B_mid=1),  # linear speculation: five tokens, no branches
-    "tree": TREE,  # two children everywhere, five levels: 63 rows
-    "+prune": PRUNE,  # without children below tau: the paper's fixed tree
-    "+breadth": BREADTH,  # more children where the draft is unsure
-    "+depth": replace(ALL_PARTS, history=False),  # paths end where they get unlikely
-    "+history": ALL_PARTS,  # thresholds move with acceptance
-    "dynatree": DynaTree(),  # all parts, with the default thresholds
+    "ar": Row(Autoregressive()),  # the target alone
+    "chain": Row(replace(TREE, B_mid=1)),  # linear speculation: five tokens, no branches
+    "tree": Row(TREE),  # two children everywhere, five levels: 63 rows
+    "+prune": Row(PRUNE),  # without children below tau: the paper's fixed tree
+    "+breadth": Row(BREADTH),  # more children where the draft is unsure
+    "+depth": Row(DynaTree(history=False)),  # paths end where they get unlikely
+    "dynatree": Row(DynaTree()),  # +history: thresholds move with acceptance
+    "unscaled": Row(DynaTree(), draft_temperature=1.0),  # with the draft's own probabilities
 }
 N_WARM_UP = 8  # tokens
-NOTE = """
-Each row from +prune to +history adds one part of DynaTree to the row above; dynatree has all parts
-and higher thresholds, the defaults. A part trades tokens/iter for rows/tree, so what it gains
-depends on what a row costs on this machine. History may change no tree of a short text. Only the
-speeds change from run to run; compare those of parts with --rounds 3 or more.
-"""
+NOTES = {  # printed if all of these rows ran
+    ("tree", "+prune", "+breadth", "+depth", "dynatree"): """
+From tree to dynatree each row has one part of DynaTree more. A part trades tokens/iter for
+rows/tree and draft passes, so what it gains depends on what these cost on this machine. With
+models/tiny, +breadth, +depth and history change few trees. Only the speeds change from run to run;
+compare those of parts with --rounds 3 or more.""",
+    ("dynatree", "unscaled"): """
+unscaled is dynatree at draft temperature 1: its thresholds apply to the draft's own probabilities,
+which are further from those of acceptance.""",
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +123,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.rows = choose_rows(args.rows.split(","), args.row)
-        self.target, self.drafter = load_models(args, has_draft=set(self.rows) != {"ar"})
+        self.target, self.draft = load_models(args, has_draft=set(self.rows) != {"ar"})
         tokenizer = load_tokenizer(args.target or TINY / "target")
         self.prompts = [encode_prompt(prompt, tokenizer) for prompt in choose_prompts(args)]
 
@@ -132,20 +146,21 @@ class Bench:
 
     def measure(self, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
         """Generate one text."""
-        rule, accept = self.rows[row].make_rule(), make_acceptance(self.args, seed)
-        ids = self.prompts[prompt]
-        return measure(
-            generate(self.target, self.drafter, ids, rule, max_new_tokens, accept=accept)
-        )
+        settings, given = self.rows[row].settings, self.rows[row].draft_temperature
+        rule, accept = settings.make_rule(), make_acceptance(self.args, seed)
+        scale = draft_temperature(self.args.temperature, given or self.args.draft_temperature)
+        drafter = self.draft and ModelDrafter(self.draft, scale)
+        arguments = self.target, drafter, self.prompts[prompt], rule, max_new_tokens
+        return measure(generate(*arguments, accept=accept))
 
 
-def choose_rows(names: Sequence[str], added: Sequence[str]) -> dict[str, Settings]:
+def choose_rows(names: Sequence[str], added: Sequence[str]) -> dict[str, Row]:
     """Return ar, the named rows, and a row of dynatree for each "NAME=VALUE ..." of `added`."""
     for name in names:
         if name not in ROWS:
             raise ValueError(f"--rows {name}: a row must be one of {', '.join(ROWS)}")
     rows = {name: ROWS[name] for name in ("ar", *names)}
-    return rows | {words: parse_settings(DynaTree, words.split()) for words in added}
+    return rows | {words: Row(parse_settings(DynaTree, words.split())) for words in added}
 
 
 def choose_prompts(args: argparse.Namespace) -> Sequence[str]:
@@ -167,7 +182,8 @@ def choose_prompts(args: argparse.Namespace) -> Sequence[str]:
 def make_table(texts: Sequence[Text]) -> str:
     """Return the Markdown table of all texts, a line per row."""
     ar = {(text.prompt, text.round): text.metrics for text in texts if text.row == "ar"}
-    lines = [("row", "tok/s", "x ar (quartiles)", "tokens/iter", "rows/tree", "exact")]
+    head = "row", "tok/s", "x ar (quartiles)", "tokens/iter", "rows/tree", "draft passes", "exact"
+    lines = [head]
     for row in dict.fromkeys(text.row for text in texts):
         own = [text for text in texts if text.row == row]
         pairs = [(text.metrics, ar[text.prompt, text.round]) for text in own]
@@ -179,6 +195,7 @@ def make_table(texts: Sequence[Text]) -> str:
             f"{middle:.2f} ({low:.2f} to {high:.2f})",
             f"{quartiles([each.tokens_per_iter for each, _ in pairs])[1]:.2f}",
             f"{quartiles([each.rows_per_tree for each, _ in pairs])[1]:.1f}",
+            f"{quartiles([each.draft_passes for each, _ in pairs])[1]:.1f}",
             f"{n_exact} of {len(own)}",
         )
         lines.append(values)
@@ -204,7 +221,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{which}: {text.metrics}", file=sys.stderr)
             print(json.dumps(asdict(text)), file=file)
     print(make_table(texts))
-    print(NOTE)
+    for rows, note in NOTES.items():
+        if bench.rows.keys() >= set(rows):
+            print(note)
     return 1 if has_wrong_text(bench, texts) and args.dtype == "float32" else 0
 
 

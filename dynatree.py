@@ -6,7 +6,7 @@ exact: greedy text is what the target writes, and sampled text has the target's 
 Paper: DynaTree v2, Algorithm 1.
 
     target = GPTNeoX.from_pretrained("models/tiny/target")
-    drafter = ModelDrafter(GPTNeoX.from_pretrained("models/tiny/draft"))
+    drafter = ModelDrafter(GPTNeoX.from_pretrained("models/tiny/draft"), temperature=0.5)
     rule = DynaTree().make_rule()
     for step in generate(target, drafter, [510, 1453], rule, max_new_tokens=64):
         print(step.tokens)
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from draft_tree import Autoregressive, Candidates, DynaTree, Rule, Settings, Tree, draw, grow
 from gpt_neox import GPTNeoX, Model, NonFiniteLogits, find_checkpoint
-from sampling import Sampler
+from sampling import Sampler, require_positive, tempered
 from verify import Acceptance, accept_greedy, ancestor_mask, cut, tree_inputs
 
 TINY = Path(__file__).resolve().parent / "models" / "tiny"  # the default pair
@@ -80,8 +80,15 @@ class ModelDrafter(Drafter):
     of Tree.draft_slots. `commit` makes all of them scratch again and keeps the accepted ones.
     """
 
-    def __init__(self, model: Model):
-        self.model = model
+    def __init__(self, model: Model, temperature: float = 1.0):
+        """temperature: divides the draft's logits, which keeps the order of candidates.
+
+        Rules take p(u) for the probability that u is accepted. A greedy target always takes its
+        best token, so it accepts a draft's best one far more often than the draft's probability
+        says. A temperature below 1 corrects this; 1 is the paper's. Raises ValueError.
+        """
+        require_positive("draft_temperature", temperature)
+        self.model, self.temperature = model, temperature
 
     def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
         self.cache = self.model.new_cache(capacity)
@@ -115,7 +122,8 @@ class ModelDrafter(Drafter):
 
     def choose(self, logits: Tensor, k: int) -> Candidates:
         """Return the k likeliest tokens after each row of logits [n, V]."""
-        found = torch.log_softmax(logits, dim=-1).topk(min(k, logits.shape[1]))
+        logprobs = torch.log_softmax(tempered(logits, self.temperature), dim=-1)
+        found = logprobs.topk(min(k, logits.shape[1]))
         return Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
 
     def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
@@ -125,6 +133,13 @@ class ModelDrafter(Drafter):
             self.cache.commit(slots)
             self.n_cached += len(slots) - 1  # the root is counted already
         self.text += tokens
+
+
+def draft_temperature(temperature: float, given: float | None = None) -> float:
+    """Return the given temperature of a draft or, for None, one that suits text of a temperature (0
+    is greedy). With models/tiny the target's tokens are most likely at 0.4 to 0.5 for greedy text
+    and at 0.8 for text of 0.7; this line is near both."""
+    return (1 + temperature) / 2 if given is None else given
 
 
 @torch.inference_mode()
@@ -199,6 +214,7 @@ class Metrics:
     rate: float  # tokens per second after the first token; nan for a text of one token
     tokens_per_iter: float  # with the bonus token, and with what EOS or the limit cuts
     rows_per_tree: float  # rows of a target pass, the root included
+    draft_passes: float  # of an iteration, one per level
 
     def __str__(self) -> str:
         if math.isnan(self.rate):
@@ -217,7 +233,14 @@ def measure(steps: Iterator[Step]) -> Metrics:
     n = len(rest) or math.nan
     rate = (len(ids) - 1) / seconds if rest else math.nan
     n_tokens = sum(len(step.path) for step in rest)  # one token after each row of a path
-    return Metrics(ids, rate, n_tokens / n, sum(len(step.tree) for step in rest) / n)
+    n_rows = sum(len(step.tree) for step in rest)
+    n_passes = sum(count_draft_passes(step.tree) for step in rest)
+    return Metrics(ids, rate, n_tokens / n, n_rows / n, n_passes / n)
+
+
+def count_draft_passes(tree: Tree) -> int:
+    """Return the levels of which the draft has run a row."""
+    return len({tree.depths[row] for row, slot in enumerate(tree.draft_slots) if slot >= 0})
 
 
 def parse_settings(kind: type[Settings], words: Sequence[str]) -> Settings:
@@ -244,6 +267,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0, help="(default 1)")
+    scale = "of the draft's probabilities (default: (1 + temperature) / 2; the paper: 1)"
+    add("--draft-temperature", type=float, metavar="X", help=scale)
     add("--seed", type=int, default=0, help="random seed (default 0)")
 
 
@@ -262,8 +287,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, Drafter | None]:
-    """Return the target and the drafter of the options. Raises OSError and ValueError."""
+def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, GPTNeoX | None]:
+    """Return the target and the draft of the options. Raises OSError and ValueError."""
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: torch finds no CUDA device")
     if args.target and not args.draft and has_draft:
@@ -275,7 +300,7 @@ def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, Dra
     target = GPTNeoX.from_pretrained(args.target or TINY / "target", *options)
     if not has_draft:
         return target, None
-    return target, ModelDrafter(GPTNeoX.from_pretrained(args.draft or TINY / "draft", *options))
+    return target, GPTNeoX.from_pretrained(args.draft or TINY / "draft", *options)
 
 
 def make_acceptance(args: argparse.Namespace, seed: int) -> Acceptance:
@@ -345,16 +370,18 @@ def show_trees(steps: Iterator[Step], tokenizer: Tokenizer) -> Iterator[Step]:
 def run(args: argparse.Namespace) -> None:
     """Generate and print a text, and its metrics on stderr."""
     settings = parse_settings(METHODS[args.method], args.set)
-    target, drafter = load_models(args, has_draft=args.method != "ar")
+    target, draft = load_models(args, has_draft=args.method != "ar")
     tokenizer, eos_ids = load_tokenizer(args.target or TINY / "target"), set(target.config.eos_ids)
+    accept = make_acceptance(args, args.seed)
+    scale = draft_temperature(args.temperature, args.draft_temperature)
     steps = generate(
         target,
-        drafter,
+        draft and ModelDrafter(draft, scale),
         encode_prompt(args.prompt, tokenizer),
         settings.make_rule(),
         args.max_new_tokens,
         eos_ids=eos_ids,
-        accept=make_acceptance(args, args.seed),
+        accept=accept,
     )
     if args.show_tree:
         steps = show_trees(steps, tokenizer)

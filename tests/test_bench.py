@@ -13,7 +13,7 @@ import pytest
 from small import TINY, Captured, error_line, random_model, run
 
 import bench
-from bench import ROWS, Text, find_difference, main, make_table
+from bench import ROWS, Row, Text, find_difference, main, make_table
 from draft_tree import DynaTree
 from dynatree import Metrics, measure
 from sampling import Sampler, distance_to_interval
@@ -38,30 +38,35 @@ def test_a_table_has_every_row(capsys: Captured, tmp_path: Path) -> None:
     assert main([*ONE, *options]) == 0
     captured = capsys.readouterr()
     head, ar, *others = cells(captured.out)
-    assert head == ["row", "tok/s", "x ar (quartiles)", "tokens/iter", "rows/tree", "exact"]
-    assert (ar[0], *ar[2:]) == ("ar", "1.00 (1.00 to 1.00)", "1.00", "1.0", "2 of 2")
+    assert head[3:] == ["tokens/iter", "rows/tree", "draft passes", "exact"]
+    assert (ar[0], *ar[2:]) == ("ar", "1.00 (1.00 to 1.00)", "1.00", "1.0", "0.0", "2 of 2")
     assert [row[0] for row in others] == ["chain", own]
     assert all(row[-1] == "2 of 2" and float(row[3]) > 1 for row in others)
-    assert "compare those of parts with --rounds 3" in captured.out
+    assert "rounds" not in captured.out, "a note on rows that did not run"
     assert "prompt 1, ar: 6 tokens, " in captured.err and "\n6/6 prompt 1, " in captured.err
     texts = [json.loads(line) for line in file.read_text().splitlines()]
     assert [text["row"] for text in texts] == ["ar", "chain", own, "chain", own, "ar"]
     assert [text["round"] for text in texts] == [0] * 3 + [1] * 3
     assert len({tuple(text["metrics"]["ids"]) for text in texts}) == 1
-    assert texts[0]["metrics"].keys() == {"ids", "rate", "tokens_per_iter", "rows_per_tree"}
+    names = {"ids", "rate", "tokens_per_iter", "rows_per_tree", "draft_passes"}
+    assert texts[0]["metrics"].keys() == names
 
 
 def test_a_median_and_its_quartiles_are_those_of_the_pairs() -> None:
     """Check that each text is compared with ar on the same prompt in the same round."""
     rates = {"ar": [100, 200, 50, 10], "tree": [150, 200, 100, 30]}
+
+    def is_wrong(row: str, i: int) -> bool:
+        return row == "tree" and i == 3
+
     texts = [
-        Text(row, i % 2, i // 2, Metrics([7, i + (row == "tree" and i == 3)], rate, 2.0 + i, 9.0))
+        Text(row, i % 2, i // 2, Metrics([7, i + is_wrong(row, i)], rate, 2.0 + i, 9.0, 4.0))
         for row, values in rates.items()
         for i, rate in enumerate(values)
     ]
     _, ar, tree = cells(make_table(texts))
-    assert ar == ["ar", "75.0", "1.00 (1.00 to 1.00)", "3.50", "9.0", "4 of 4"]
-    assert tree == ["tree", "125.0", "1.75 (1.38 to 2.25)", "3.50", "9.0", "3 of 4"]
+    assert ar == ["ar", "75.0", "1.00 (1.00 to 1.00)", "3.50", "9.0", "4.0", "4 of 4"]
+    assert tree == ["tree", "125.0", "1.75 (1.38 to 2.25)", "3.50", "9.0", "4.0", "3 of 4"]
 
 
 def test_rows_take_turns_with_a_seed_for_each_prompt_and_round(
@@ -89,12 +94,25 @@ def test_rows_take_turns_with_a_seed_for_each_prompt_and_round(
 
 
 def test_each_row_has_one_part_more() -> None:
-    """Check the rows from tree to +history, which differ in nothing else."""
-    names = ["tree", "+prune", "+breadth", "+depth", "+history"]
+    """Check the rows from tree to dynatree, which differ in nothing else."""
+    names = ["tree", "+prune", "+breadth", "+depth", "dynatree"]
     parts = ["prune", "adapt_breadth", "adapt_depth", "history"]
     for above, below, part in zip(names[:-1], names[1:], parts, strict=True):
-        assert getattr(ROWS[below], part) and replace(ROWS[below], **{part: False}) == ROWS[above]
-    assert ROWS["dynatree"] == DynaTree()
+        above, below = ROWS[above].settings, ROWS[below].settings
+        assert getattr(below, part) and replace(below, **{part: False}) == above
+    assert ROWS["dynatree"] == Row(DynaTree()) and ROWS["unscaled"] == Row(DynaTree(), 1.0)
+
+
+def test_a_row_may_have_a_draft_temperature(capsys: Captured) -> None:
+    """Check that it replaces that of the options, and that notes belong to rows."""
+    rows = ["--rows", "dynatree,unscaled", "--max-new-tokens", "32"]
+    pair = ["--target", str(TINY / "target"), "--draft", DRAFT, *rows, "--prompt", "The ship"]
+    assert main(pair) == 0
+    head, _, scaled, plain = cells(out := capsys.readouterr().out)
+    assert scaled[head.index("rows/tree")] != plain[head.index("rows/tree")]
+    assert "unscaled is dynatree at draft temperature 1" in out and "one part of" not in out
+    assert main([*pair, "--draft-temperature", "1"]) == 0
+    assert [row[3:] for row in cells(capsys.readouterr().out)[2:]] == [plain[3:]] * 2
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,12 @@ import pytest
 import torch
 from pairs import DRAFTS, VOCAB, build_model, generate_greedy, make_draft, target_weights
 from pytest import MonkeyPatch
-from small import assert_close, broken_at, noisy_pair, prefilled, random_model, run
+from small import TINY, assert_close, broken_at, noisy_pair, prefilled, random_model, run
 from trees import path_to, random_settings
 
+from bench import PROMPTS
 from draft_tree import Autoregressive, Candidates, DynaTree, DynaTreeRule, Gates, Level, Tree
-from dynatree import Drafter, ModelDrafter, Step, generate
+from dynatree import Drafter, ModelDrafter, Step, draft_temperature, generate, load_tokenizer
 from gpt_neox import GPTNeoX, KVCache, NonFiniteLogits
 from verify import Acceptance, accept_greedy, cut
 
@@ -45,6 +46,44 @@ def write(
 
 def token_ids(steps: Iterator[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0, 1e-30])
+def test_a_draft_temperature_keeps_the_order_of_candidates(temperature: float) -> None:
+    """Check that all ids share the probability, not only the candidates."""
+    logits = 3 * torch.randn(4, 30, generator=torch.Generator().manual_seed(1))
+    found = ModelDrafter(noisy_pair()[1], temperature).choose(logits, 5)
+    plain = ModelDrafter(noisy_pair()[1]).choose(logits, 5)
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    every = torch.softmax((logits - logits.amax(1, True)).double() / temperature, dim=1)
+    expected = every.gather(1, torch.from_numpy(found.tokens)).numpy()
+    numpy.testing.assert_allclose(numpy.exp(found.logprobs), expected, atol=1e-6)
+
+
+def test_a_draft_temperature_is_checked() -> None:
+    with pytest.raises(ValueError, match="draft_temperature is 0.0, it must be above 0"):
+        ModelDrafter(noisy_pair()[1], 0.0)
+
+
+@torch.inference_mode()
+def test_the_default_confidence_is_near_the_accepted_share() -> None:
+    """Compare the mean probability of the draft's best token after each position of ar's texts with
+    how often it is the target's. It takes 3 s: the texts are the embedded pair's."""
+    target, draft = (GPTNeoX.from_pretrained(TINY / name) for name in ("target", "draft"))
+    tokenizer = load_tokenizer(TINY / "target")
+    confidence: dict[float, list[float]] = {1.0: [], draft_temperature(0.0): []}
+    accepted: list[bool] = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt).ids
+        text = token_ids(write(target, None, Autoregressive(), 64, prompt=ids))
+        logits = run(draft, ids + text[:-1])[len(ids) - 1 :]  # [64, V], before each token of text
+        for temperature, found in confidence.items():
+            drafter = ModelDrafter(draft, temperature)
+            candidates = drafter.choose(logits, 1)
+            found += numpy.exp(candidates.logprobs[:, 0]).tolist()
+        accepted += (candidates.tokens[:, 0] == text).tolist()
+    plain, scaled = (numpy.mean(found) for found in confidence.values())
+    assert abs(scaled - numpy.mean(accepted)) < abs(plain - numpy.mean(accepted)) / 2
 
 
 def test_every_tree_writes_ars_text() -> None:

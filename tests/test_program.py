@@ -143,6 +143,7 @@ def test_metrics_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a prefill, then 3 of 4 drafted tokens accepted, 0 of 1, and 2 of 4 but cut to one."""
     monkeypatch.setattr("time.perf_counter", iter([10.0, 12.0] * 2).__next__)
     chain = make_tree([0] * 5, [-1, 0, 1, 2, 3])
+    chain.draft_slots[:4] = range(4)
     steps = [
         Step([5], Tree.from_root(9), [0]),
         Step([1, 2, 3, 4], chain, [0, 1, 2, 3]),
@@ -152,6 +153,7 @@ def test_metrics_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(iter(steps))
     assert found.ids == [5, 1, 2, 3, 4, 1, 2] and found.rate == 6 / 2
     assert (found.tokens_per_iter, found.rows_per_tree) == ((4 + 1 + 3) / 3, (5 + 2 + 5) / 3)
+    assert found.draft_passes == (4 + 0 + 4) / 3
     assert str(found) == "7 tokens, 3.0 tokens/s, 2.67 tokens/iter, 4.0 rows/tree"
     assert str(measure(iter(steps[:1]))) == "1 token"
 
