@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import embedded_pair
+from dynatree_lab.cli.program import Parser, print_line, run_command_line
 from dynatree_lab.engine.checkpoint import Checkpoint, load_tensors, published_shapes
 from dynatree_lab.errors import UsageError
 from dynatree_lab.folders import write_checkpoint

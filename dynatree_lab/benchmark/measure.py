@@ -57,9 +57,9 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, top2_gap
-from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
+from dynatree_lab.cli.program import command_name, print_line, run_command_line
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing

@@ -33,7 +33,6 @@ from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, pa
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
-from dynatree_lab.cli.errors import Parser, command_name, print_line
 from dynatree_lab.cli.load import add_load_option, digest_files
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -44,6 +43,7 @@ from dynatree_lab.cli.options import (
     require_one_pair,
     warn_of_length,
 )
+from dynatree_lab.cli.program import Parser, command_name, print_line
 from dynatree_lab.engine.checkpoint import find_checkpoint
 from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynatree_lab.benchmark.results import load
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.cli.program import Parser, print_line, run_command_line
 from dynatree_lab.errors import UsageError, writing
 
 

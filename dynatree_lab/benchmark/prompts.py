@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.program import print_line
 from dynatree_lab.cli.prompts import MIN_PARAGRAPH, paragraphs, read_prompts
 from dynatree_lab.engine.checkpoint import CheckpointError, convert_hub_errors
 from dynatree_lab.errors import UsageError

@@ -24,7 +24,7 @@ from dynatree_lab.benchmark.plot import import_figures
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
 from dynatree_lab.benchmark.results import Results, load
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS
-from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.errors import writing
 
 TITLES = {  # of the columns, by run

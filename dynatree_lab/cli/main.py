@@ -16,13 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
-from dynatree_lab.cli.errors import (
-    Parser,
-    command_name,
-    print_line,
-    report_mistake,
-    run_command_line,
-)
 from dynatree_lab.cli.load import add_load_option
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -34,6 +27,13 @@ from dynatree_lab.cli.options import (
     overflow_note,
     require_fit,
     warn_of_length,
+)
+from dynatree_lab.cli.program import (
+    Parser,
+    command_name,
+    print_line,
+    report_mistake,
+    run_command_line,
 )
 from dynatree_lab.cli.prompts import Prompt, read_prompts, read_text
 from dynatree_lab.cli.terminal import LayerProgress

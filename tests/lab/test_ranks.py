@@ -28,8 +28,8 @@ import dynatree_lab.cli.main
 import dynatree_lab.engine.ranks
 from draft_tree import DynaTree
 from dynatree_lab.benchmark.measure import main as run_benchmark
-from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.options import open_pair
+from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.engine import tensor_parallel
 from dynatree_lab.engine.checkpoint import Checkpoint, CheckpointError, load_tensors
 from dynatree_lab.engine.inputs import PassInputs
