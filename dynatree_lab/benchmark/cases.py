@@ -66,6 +66,14 @@ class Case:
         return HEAD in self.row.split()
 
     @property
+    def is_strict(self) -> bool:
+        return "strict" in self.row.split()
+
+    @property
+    def has_window(self) -> bool:
+        return " window=" in self.row
+
+    @property
     def is_drafting(self) -> bool:
         """Whether a draft model or an EAGLE head runs."""
         return not self.is_hf and self.generation_config().method.needs_draft

@@ -255,8 +255,8 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     for case in cases:
         if not case.is_hf:
             require_fit(case.generation_config(), pair, f"{case.row}: ")
-    unwindowed = [case for case in cases if " window=" not in case.row]
-    warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
+    lengths = [c.prompt_tokens + c.new_tokens for c in cases if not c.has_window]
+    warn_of_length(pair, max(lengths, default=0))
 
 
 def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
@@ -308,7 +308,7 @@ def require_same_conditions(before: Line, now: Line) -> None:
 
 def describe_tables() -> str:
     """Return the output of --tables."""
-    columns = {name: title for name, (title, _) in COLUMNS.items()}
+    columns = {name: title.format(baseline="ar") for name, (title, _) in COLUMNS.items()}
     columns["NAME_mean"] = "mean ± standard deviation over the texts"
     columns["NAME_speedup"] = f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"
     sections = {
