@@ -16,9 +16,10 @@ from draft_tree import Rule, number
 from dynatree import Drafter
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.generation.config import SAMPLING, GenerationConfig
-from dynatree_lab.generation.generate import Step, checked_ids, generate
+from dynatree_lab.generation.generate import checked_ids, generate
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.step import Step
 from dynatree_lab.pair import Pair, length_warning
 from dynatree_lab.tokens import encode_prompt
 from verify import Acceptance

@@ -63,7 +63,7 @@ from dynatree_lab.cli.program import command_name, print_line, run_command_line
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.generation.generate import Step  # dynatree.Step with times and counts
+from dynatree_lab.generation.step import Step
 from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
@@ -85,8 +85,8 @@ class Job(NamedTuple):
         return *self.case.key, self.prompt, self.round
 
 
-class Bench:
-    """The measurement of one table: its plan, and its results in memory and in a file."""
+class TableRun:
+    """The run of one table: its plan, and its results in memory and in a file."""
 
     def __init__(self, plan: Plan, results: Results, file: Path):
         self.plan, self.args, self.pair = plan, plan.args, plan.pair
@@ -245,8 +245,8 @@ class Bench:
 
 
 def has_timed_passes(case: Case) -> bool:
-    """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
-    model, without strict mode and window."""
+    """Whether TableRun.time_passes has timed the kind of passes that a case has: of target and
+    draft model, without strict mode and window."""
     config = case.generation_config()
     return not config.strict and config.window == FULL_ATTENTION and not case.uses_head
 
@@ -266,35 +266,35 @@ def progress_bar(jobs: Sequence[Job]) -> tqdm:
     return tqdm(jobs, unit="text", mininterval=LOG_S, delay=LOG_S)
 
 
-def run_table(bench: Bench) -> int:
+def run_table(run: TableRun) -> int:
     """Measure a table and print it, also if the run is interrupted or fails.
 
     Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
     float32 text differs without a tie; else 0.
     """
     try:
-        bench.measure_all()
+        run.measure_all()
     except KeyboardInterrupt:
         print_line("interrupted")
         return 130
     finally:
-        if bench.results.texts:
-            print_table(bench.results, bench.results.head["columns"], bench.args.format)
-        if bench.results.texts or bench.results.step_times:
-            print_line(f"results in {bench.file}{resume_hint(bench)}")
-    return 0 if is_exact(bench.results) else 1
+        if run.results.texts:
+            print_table(run.results, run.results.head["columns"], run.args.format)
+        if run.results.texts or run.results.step_times:
+            print_line(f"results in {run.file}{resume_hint(run)}")
+    return 0 if is_exact(run.results) else 1
 
 
-def resume_hint(bench: Bench) -> str:
+def resume_hint(run: TableRun) -> str:
     """Return the end of a message: how many texts are missing, and the command that measures them.
     It is empty if none is missing."""
-    n_missing, n_ranks = bench.results.n_missing, world_size()
+    n_missing, n_ranks = run.results.n_missing, world_size()
     if not n_missing:
         return ""
     start = command_name("dynatree_lab.benchmark")
     if n_ranks > 1:
         start = f"torchrun --nproc-per-node {n_ranks} -m dynatree_lab.benchmark"
-    resume = shlex.join([f"--resume={bench.file}"])
+    resume = shlex.join([f"--resume={run.file}"])
     return f"; {n_missing} texts are missing; resume with: {start} {resume}"
 
 
@@ -334,7 +334,7 @@ def measure_table(args: argparse.Namespace) -> int:
     if exists:
         raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
     plan = make_plan(args)
-    return run_table(Bench(plan, Results(plan.head), file))
+    return run_table(TableRun(plan, Results(plan.head), file))
 
 
 def resume_table(args: argparse.Namespace) -> int:
@@ -346,7 +346,7 @@ def resume_table(args: argparse.Namespace) -> int:
     options.format = args.format
     plan = make_plan(options, results)
     drop_partial_line(file)
-    return run_table(Bench(plan, results, file))
+    return run_table(TableRun(plan, results, file))
 
 
 def read_results(file: str | Path) -> Results:

@@ -74,7 +74,7 @@ def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> li
     costs = [f"{passes}; draft 1/{ratio:.0f}" for passes, ratio in costs]
     cells = {
         f"cost of a pass of {REPORTED_ROWS}": ["", "", *costs],
-        "repeated 4-grams": ["", "", *(repetition(name, frames) for name in TITLES)],
+        "repeated 4-grams": ["", "", *(repetition_cell(name, frames) for name in TITLES)],
         "ar, in tok/s": row_cells("ar", frames),
         **{row: row_cells(row, frames) for row in rows},
         "*not from a paper:*": [""] * (2 + len(TITLES)),
@@ -85,7 +85,7 @@ def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> li
     return markdown_lines(table.rename_axis(columns=""))
 
 
-def repetition(name: str, frames: dict[str, pd.DataFrame]) -> str:
+def repetition_cell(name: str, frames: dict[str, pd.DataFrame]) -> str:
     """Return the repetition of ar's texts in a column; for streamed the embedded pair's, which are
     the same."""
     texts = frames["embedded" if name == "streamed" else name]

@@ -28,7 +28,7 @@ from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured

@@ -17,7 +17,7 @@ import pandas as pd
 from dynatree_lab.benchmark.cases import HEAD, Case, labels
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.results import Line, Results
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 
 # Rows that verify one level of other methods' candidates: the draft's, and successors of a table.
 # The lines of their texts have root_ranks

@@ -42,7 +42,7 @@ from dynatree_lab.engine.checkpoint import first_line
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.rules import are_retrieved

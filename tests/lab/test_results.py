@@ -9,7 +9,7 @@ import pandas
 import pytest
 from small import ROOT
 
-from dynatree_lab.benchmark.cases import COLUMNS, Case
+from dynatree_lab.benchmark.cases import DEFAULT_COLUMNS, Case
 from dynatree_lab.benchmark.hf import UNREPORTED_METRICS
 from dynatree_lab.benchmark.report import (
     PUBLISHED_NOTE,
@@ -43,7 +43,7 @@ CASES = [AR, replace(AR, row="fixed"), replace(AR, row="hf-assisted")]
 
 
 def make_head(cases: list[Case], n_prompts: int = 3, **others: object) -> Line:
-    head = {"format": FORMAT, "table": "ablation", "title": "", "columns": list(COLUMNS)}
+    head = {"format": FORMAT, "table": "ablation", "title": "", "columns": list(DEFAULT_COLUMNS)}
     head |= {"options": {}, "machine": MACHINE, "load_before": None, "prompts": "builtin"}
     head |= {"n_prompts": {case.dataset: n_prompts for case in cases}}
     return head | {"cases": [asdict(case) for case in cases]} | others
@@ -207,14 +207,14 @@ def test_published_figures_are_shown_next_to_measured_ones(lines: list[Line]) ->
 def test_an_unfinished_run_is_shown_as_unfinished(lines: list[Line]) -> None:
     """Check also that a case without texts, a missing ar and a missing metric are no errors, and
     that a wide table continues below with its labels."""
-    assert "UNFINISHED" not in text_report(make_results(lines), COLUMNS, 80)
+    assert "UNFINISHED" not in text_report(make_results(lines), DEFAULT_COLUMNS, 80)
     fixed = lines[1::3]
-    assert rows_of(make_results(fixed), *COLUMNS)[1:] == [
+    assert rows_of(make_results(fixed), *DEFAULT_COLUMNS)[1:] == [
         ["fixed", "80.0 (55.0-140.0)", "", "0.50", ""]
     ]
     del fixed[0]["throughput"]
     found = make_results(fixed)
-    assert rows_of(found, *COLUMNS)[1:] == [["fixed", "", "", "0.50", ""]]
+    assert rows_of(found, *DEFAULT_COLUMNS)[1:] == [["fixed", "", "", "0.50", ""]]
     report = text_report(found, ("tpot", "ttft_mean", "acceptance_rate_mean", "draft_mean"), 50)
     assert report.startswith("UNFINISHED, 3 of 9 texts. ablation: 3 prompts")
     assert report.count("\nfixed ") == 2 and max(map(len, report.splitlines())) <= 50
@@ -292,5 +292,5 @@ def test_results_md_shows_the_committed_results() -> None:
     file = "results/main_cpu.jsonl"
     results = load(ROOT / file)
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    table = markdown_lines(table_of(results, text_frame(results), COLUMNS))
+    table = markdown_lines(table_of(results, text_frame(results), DEFAULT_COLUMNS))
     assert f"From `{file}`. {caption(results)}\n\n" + "\n".join(table) + "\n\n" in page
