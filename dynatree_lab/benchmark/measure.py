@@ -1,27 +1,15 @@
-"""Benchmark of every method against ar: the measurement loop.
+"""Benchmark of every method against ar: the measurement loop, and the program.
 
-A table is a list of cases (cases.py). A case is one row of it: a method with
-settings, such as "linear K=8", a dataset, a prompt length, a number of new tokens and a
-temperature. A round is one pass over all prompts; --repeats gives the number of rounds. A text is
-what a case generates after one prompt in one round. For each text the results file gets a line:
-case, prompt and round, metrics, and the ids of greedy text. All texts come from one process, except
-in tables of peak memory, where each text has its own. The comparison is fair for these reasons:
+A table is a list of cases (cases.py). A case is one row of it: a method with settings, such as
+"linear K=8", a dataset, a prompt length, a number of new tokens and a temperature. A round is one
+pass over all prompts. A text is what a case generates after one prompt in one round. For each text
+the results file gets a line: case, prompt and round, metrics, and the ids of greedy text. All texts
+come from one process, except in tables of peak memory, where each text has its own.
 
-order     all cases run on one prompt, then all on the next, and a different case comes first on
-          each prompt. So whatever slows the machine for a while slows all of them
-set-up    the models are loaded, and every case runs 8 steps (Pair.warm_up_steps), before the first
-          measured text
-seeds     sampled texts have a different seed for each prompt of a dataset and each round, the same
-          for every method. Prompts of equal number in two datasets share it
-baseline  `ar` is the target alone, one token per pass, with the same forward, cache and loop
-
-These are the main metrics. Tables show medians and quartiles over all prompts and rounds:
-
-tok/s     (tokens - 1) / seconds of all steps except the first, which is the pass over the prompt.
-          Every text has all its new tokens, because an end-of-text token does not end it
-x ar      tok/s / ar's tok/s on the same prompt in the same round
-exact     whether a greedy text has the ids of its reference: ar's text on the same prompt. The
-          reference of a row with strict or a window is ar with strict or the same window
+The comparison is fair for the reasons that bench.py gives, and the main metrics are its columns.
+Every case runs 8 steps (Pair.warm_up_steps) before the first measured text. Prompts of equal number
+in two datasets share a seed. The reference of a row with strict or a window, whose ids its greedy
+texts must have, is ar with strict or the same window.
 
     python -m dynatree_lab.benchmark --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 """
