@@ -87,12 +87,8 @@ class StagedInputs(NamedTuple):
     """The host's views of both buffers for one shape. Making them takes longer than filling them,
     so they are kept."""
 
-    words: ndarray  # all int64 inputs in one array; those below are parts of it
-    tokens: ndarray  # [n]
-    positions: ndarray  # [n]
-    start: ndarray  # [1]
-    last: ndarray  # [1]
-    mask: ndarray  # as in DeviceInputs
+    words: ndarray  # all int64 inputs in one array
+    inputs: DeviceInputs  # its parts, and the masks; as arrays, which are filled faster
     staged: Tensor  # the bytes of all inputs in the staging buffer
     uploaded: Tensor  # the same bytes in the buffer that graphs read
 
@@ -157,11 +153,11 @@ class FixedCache(FastCache):
             self.upload_done.synchronize()
         staged = self.stage(shape)
         staged.words.fill(0)
-        staged.tokens[:n] = inputs.tokens.numpy()
-        staged.positions[:n] = inputs.positions.numpy()
-        staged.start[0] = inputs.start
-        staged.last[0] = inputs.n_older - 1
-        staged.mask[:] = shape.masks.pack(inputs, shape.n_rows, shape.n_scratch)
+        staged.inputs.tokens[:n] = inputs.tokens.numpy()
+        staged.inputs.positions[:n] = inputs.positions.numpy()
+        staged.inputs.start[0] = inputs.start
+        staged.inputs.last[0] = inputs.n_older - 1
+        staged.inputs.mask[:] = shape.masks.pack(inputs, shape.n_rows, shape.n_scratch)
         staged.uploaded.copy_(staged.staged, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
@@ -173,8 +169,8 @@ class FixedCache(FastCache):
         if inputs is None:
             staged, uploaded = self.staging[: shape.n_bytes], self.buffer[: shape.n_bytes]
             words = staged[: 8 * shape.n_int64].view(torch.int64).numpy()
-            arrays = (view.numpy() for view in shape.view_inputs(staged))
-            inputs = self.staged_inputs[layout] = StagedInputs(words, *arrays, staged, uploaded)
+            arrays = DeviceInputs(*(view.numpy() for view in shape.view_inputs(staged)))
+            inputs = self.staged_inputs[layout] = StagedInputs(words, arrays, staged, uploaded)
         return inputs
 
     def run_shape(self, shape: PassShape) -> PassResult:
