@@ -86,7 +86,6 @@ def draw(results: Results) -> dict[str, Figure]:
 
 
 def add_caption(figure: Figure, text: str) -> Figure:
-    """Add a text below a figure."""
     figure.supxlabel(textwrap.fill(text, 18 * WIDTH), fontsize=6.5)
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
     figure.set_layout_engine("constrained")

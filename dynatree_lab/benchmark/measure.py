@@ -295,7 +295,6 @@ def print_table(results: Results, columns: Sequence[str], table_format: str) -> 
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
     if args.tables:
         require_alone(args, "--tables")  # raises UsageError for other options
         print(describe_tables())

@@ -33,7 +33,6 @@ def import_figures() -> ModuleType:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
     draw = import_figures().draw
     for name in args.files:
         results = load(name)

@@ -422,7 +422,6 @@ class PinnedLayers(StreamedLayers):
 
 
 def weights_of(layer: FusedLayer) -> list[Tensor]:
-    """Return all tensors of a layer."""
     parts = [*layer.norms, *layer.linears]
     return [weight for part in parts for weight in (part.weight, part.bias)]
 
