@@ -115,11 +115,7 @@ def fetch_url(url: str, headers: dict[str, str] | None = None) -> bytes:
 
 
 def cut_prompts(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    n_tokens: int,
-    n_prompts: int,
-    min_tokens: int = 1,
+    texts: list[str], tokenizer: Tokenizer, n_tokens: int, n_prompts: int, min_tokens: int = 1
 ) -> list[list[int]]:
     """Return the ids of n_prompts texts, or of all if there are fewer, each cut to n_tokens.
 

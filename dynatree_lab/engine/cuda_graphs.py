@@ -33,7 +33,6 @@ from torch import Tensor
 
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.inputs import DeviceInputs, PassInputs
-from dynatree_lab.engine.layers import FusedTransformer, Head
 from dynatree_lab.engine.masks import PLAIN, ROW_BYTES, Masks, additive_bits, causal_mask
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.passes import (
@@ -115,12 +114,6 @@ class FixedCache(FastCache):
         self.staged_inputs: dict[tuple[int, int, Masks], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
-
-    def begin(
-        self, transformer: FusedTransformer, head: Head, capacity: int, config: PassConfig
-    ) -> None:
-        super().begin(transformer, head, capacity, config)
-        self.is_replaying = False  # until `capture` is called
 
     def run(self, inputs: PassInputs) -> Scores:
         """Run FastCache.run, in a fixed shape if the config allows it. The next pass overwrites the
@@ -286,9 +279,7 @@ def destroy_graphs() -> None:
 
 
 def capture_graph(
-    run: Callable[[], PassResult],
-    graph_pool: tuple[int, int] | None,
-    device: torch.device,
+    run: Callable[[], PassResult], graph_pool: tuple[int, int] | None, device: torch.device
 ) -> CapturedPass:
     """Return the graph of a function that has run before, and its result.
 

@@ -67,12 +67,21 @@ class Masks:
 
     def row_bytes(self, n_scratch: int) -> int:
         """Return the bytes of a row's mask in the inputs of a fixed shape."""
-        n_bits = 1 + n_scratch + 1  # as pack_mask orders them
-        return -(-n_bits // 8)
+        return (n_scratch + 2 + 7) // 8  # 2 bits for other slots, as in `pack`
 
     def pack(self, inputs: PassInputs, m: int, n_scratch: int) -> ndarray:
-        """Return the masks of n rows and of padding rows, [m, row_bytes] uint8."""
-        return pack_mask(inputs.mask, m, n_scratch)
+        """Return the masks of n rows and of m - n padding rows in bits, [m, row_bytes] uint8.
+
+        A row's first bit stands for all committed slots, the next n_scratch bits for the slots
+        after them, and one more bit for all other slots. A bit is 1 if the row attends to the slot.
+        Padding rows attend to all but the other slots, because softmax over no slot is nan.
+        """
+        n, n_masked = inputs.mask.shape
+        attends = numpy.zeros((m, n_scratch + 2), dtype=bool)
+        attends[:n, 0] = True
+        attends[:n, 1 : 1 + n_masked] = inputs.mask.numpy()
+        attends[n:, :-1] = True
+        return numpy.packbits(attends, axis=1, bitorder="little")
 
     def unpack(
         self, inputs: DeviceInputs, slots: Tensor, n_scratch: int, byte_masks: Tensor
@@ -105,21 +114,6 @@ def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
     additive[:, :length] = 0.0
     additive[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
     return additive
-
-
-def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> ndarray:
-    """Return a bool mask [n, s] in bits, [n_rows, bytes] uint8, with its padding.
-
-    A row's first bit stands for all committed slots, the next n_scratch bits for the slots after
-    them, and one more bit for all other slots. A bit is 1 if the row attends to the slot. Padding
-    rows attend to all but the other slots, because softmax over no slot is nan.
-    """
-    n, n_masked = mask.shape
-    attends = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
-    attends[:n, 0] = True
-    attends[:n, 1 : 1 + n_masked] = mask.numpy()
-    attends[n:, :-1] = True
-    return numpy.packbits(attends, axis=1, bitorder="little")
 
 
 def additive_bits(like: Tensor) -> Tensor:
