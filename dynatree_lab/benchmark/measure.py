@@ -127,14 +127,12 @@ class TableRun:
             print_line(note)
 
     def load_seconds(self, case: Case) -> float:
-        """Return the seconds that it took to load the models of a case."""
         if case.is_hf:
             return self.hf.load_s
         load_s = self.pair_of(case).load_s
         return load_s["target"] + (load_s["draft"] if case.is_drafting else 0.0)
 
     def pair_of(self, case: Case) -> Pair:
-        """Return the pair that generates the texts of a case."""
         return self.plan.eagle_pair if case.uses_head else self.pair
 
     def time_passes(self) -> None:

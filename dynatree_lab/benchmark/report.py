@@ -175,7 +175,6 @@ def ratio(metric: str, texts: pd.DataFrame) -> float:
 
 
 def speedup_cell(metric: str, texts: pd.DataFrame) -> str:
-    """Return the speed-up over the baseline, as a ratio of means."""
     found = ratio(metric, texts)
     return f"{found if metric in RATES else 1 / found:.2f}x" if found else ""
 
