@@ -8,7 +8,7 @@ import math
 from tokenizers import Tokenizer
 
 from draft_tree import Tree, draw
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.rules import are_retrieved
 
 LEGEND = "every iteration's tree, a line per node: its token, p(path); * accepted, + retrieved"

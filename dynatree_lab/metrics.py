@@ -23,7 +23,7 @@ from importlib.metadata import version
 import torch
 
 from draft_tree import DynaTree, Settings
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.static import Chain, Fixed
 

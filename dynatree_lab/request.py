@@ -16,9 +16,10 @@ from draft_tree import Rule, number
 from dynatree import Drafter
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.generation.config import SAMPLING, GenerationConfig
-from dynatree_lab.generation.generate import Step, checked_ids, generate
+from dynatree_lab.generation.generate import checked_ids, generate
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.pair import Pair, length_warning
@@ -37,7 +38,8 @@ class TextOptions(TypedDict, total=False):
     accept: Acceptance
     process: Process
     inspect: Callable[[Tensor], None]
-    temperature: float  # the words of a config may have this and the next five instead
+    # The fields of Sampling, which the words of a config may have instead
+    temperature: float
     top_k: int
     top_p: float
     min_p: float
@@ -126,7 +128,7 @@ def make_request(
         known = f"the keywords are max_new_tokens, {', '.join(TextOptions.__annotations__)}"
         how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
         raise ValueError(f"{name} is no argument; {known}; {how}")
-    if "logprobs" in options and not is_recorded:
+    if options.get("logprobs") is not None and not is_recorded:
         raise ValueError("logprobs has no effect on a stream; use write_text")
     sampling = {name: value for name, value in options.items() if name in SAMPLING}
     objects = {name: options[name] for name in OBJECTS if options.get(name) is not None}
@@ -150,7 +152,7 @@ def make_request(
         ids = encode_prompt(prompt, pair.tokenizer)
     eos_ids, stop = options.get("eos_ids"), options.get("stop", ())
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
-    stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)
+    stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r:.80}, it must be a text or several, none of them empty")
     max_new_tokens = number("max_new_tokens", max_new_tokens, int)

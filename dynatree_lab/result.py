@@ -24,8 +24,8 @@ from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.scores import TokenLogprob
 from dynatree_lab.errors import writing
 from dynatree_lab.generation.config import METHOD_OPTIONS, GenerationConfig
-from dynatree_lab.generation.generate import Step
 from dynatree_lab.generation.kept import KeptCache
+from dynatree_lab.generation.step import Step
 from dynatree_lab.html_page import as_page
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.sampler import GREEDY

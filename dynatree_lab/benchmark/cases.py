@@ -25,7 +25,7 @@ from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.sampler import GREEDY, Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
-COLUMNS = ("throughput", "speedup", "tokens_per_iter", "exact")  # of a table that names none
+DEFAULT_COLUMNS = ("throughput", "speedup", "tokens_per_iter", "exact")
 HEAD = "head"  # word of a row that drafts with the EAGLE head of --head
 CONTROL = "ar rows=16"  # in half precision, shows what rounding changes without any drafting
 Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature
@@ -64,6 +64,14 @@ class Case:
     def uses_head(self) -> bool:
         """Whether an EAGLE head drafts, and not the draft model."""
         return HEAD in self.row.split()
+
+    @property
+    def is_strict(self) -> bool:
+        return "strict" in self.row.split()
+
+    @property
+    def has_window(self) -> bool:
+        return " window=" in self.row
 
     @property
     def is_drafting(self) -> bool:
@@ -139,7 +147,7 @@ class Table:
 
     title: str  # may have a place for the drafter's name
     parts: Sequence[Part]
-    columns: Sequence[str] = COLUMNS
+    columns: Sequence[str] = DEFAULT_COLUMNS
     is_memory_table: bool = False  # measures peak memory, each text in a new process
     is_sorted: bool = False  # by speedup; the report ends with settings (tuning.py)
 
@@ -232,19 +240,19 @@ def choose_cases(
     of their sizes. Raises UsageError."""
     cases = []
     for part in parts:
-        rows = choose_rows(args.methods or [*part.rows, *control], args)
+        rows = add_references(args.methods or [*part.rows, *control], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
     return cases
 
 
-def choose_rows(names: Sequence[str], args: argparse.Namespace) -> list[str]:
+def add_references(names: Sequence[str], args: argparse.Namespace) -> list[str]:
     """Return the rows, preceded by the other rows that their comparison needs: ar, the references
     and the baseline. Raises UsageError."""
     rows = [*names, *(row for row in HF_METHODS if args.hf and row not in names)]
     baseline = args.baseline or "ar"
     for row in (*rows, baseline):
         require_row(row)
-    needed = [*map(reference_of, [*rows, baseline]), baseline]
+    needed = [*map(reference_row, [*rows, baseline]), baseline]
     return list(dict.fromkeys(["ar", *(row for row in needed if row not in rows), *rows]))
 
 
@@ -261,7 +269,7 @@ def require_row(row: str) -> None:
         raise UsageError(f"{row}: {method} uses no draft model; remove {HEAD}")
 
 
-def reference_of(row: str) -> str:
+def reference_row(row: str) -> str:
     """Return the `ar` row that must have the same greedy ids as a row: with the row's window and,
     if the row is strict, strict with as many rows per pass."""
     words = ["ar"]
@@ -277,7 +285,7 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     """Return the case of a row at one size of a part, with the part's acceptance and draft
     temperature where they have an effect. Raises UsageError."""
     published = part.published.get((row, *size), {})
-    case = Case(row, part.dataset, *size, reference=reference_of(row), published=published)
+    case = Case(row, part.dataset, *size, reference=reference_row(row), published=published)
     if case.is_hf:
         return case
     config = case.generation_config()

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import embedded_pair
+from dynatree_lab.cli.program import Parser, print_line, run_command_line
 from dynatree_lab.engine.checkpoint import Checkpoint, load_tensors, published_shapes
 from dynatree_lab.errors import UsageError
 from dynatree_lab.folders import write_checkpoint
@@ -33,7 +33,7 @@ from dynatree_lab.pair import TINY
 from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, read_json
 
 VOCABULARY = 50304
-EMBEDDED = 4096  # ids of the embedded models
+EMBEDDED_VOCABULARY = 4096  # ids of the embedded models
 # Of target and draft: hidden size, a multiple of the embedded model's, layers and ids
 SHAPES = {
     # Pythia-410M and 70M, 1 GB on disk
@@ -41,7 +41,7 @@ SHAPES = {
     # Pythia-2.8B and 70M, 6 GB
     "enlarged_gpu": {"target": (2560, 32, VOCABULARY), "draft": (512, 6, VOCABULARY)},
     # Pythia-2.8B with the embedded draft model, 5 GB
-    "enlarged_streamed": {"target": (2560, 32, EMBEDDED)},
+    "enlarged_streamed": {"target": (2560, 32, EMBEDDED_VOCABULARY)},
 }
 NEVER = -60.0  # the logit of an added id
 

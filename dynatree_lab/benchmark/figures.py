@@ -23,7 +23,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dynatree_lab.benchmark.hf import HF_METHODS
-from dynatree_lab.benchmark.report import caption, name_baseline, text_frame
+from dynatree_lab.benchmark.report import caption, text_frame
 from dynatree_lab.benchmark.results import Results
 from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.html_page import read
@@ -39,7 +39,7 @@ MAX_PANELS = 24
 MIN_COUNT = 10  # candidates of which a share is shown
 BARS = {  # by metric: title and format
     "throughput": ("tokens/s", "{:,.0f}"),
-    "speedup": ("speedup over ar", "{:.2f}"),
+    "speedup": ("speedup over {baseline}", "{:.2f}"),
     "tokens_per_iter": ("tokens per target pass", "{:.2f}"),
     "peak_mb": ("peak MB", "{:,.0f}"),
 }
@@ -86,7 +86,6 @@ def draw(results: Results) -> dict[str, Figure]:
 
 
 def add_caption(figure: Figure, text: str) -> Figure:
-    """Add a text below a figure."""
     figure.supxlabel(textwrap.fill(text, 18 * WIDTH), fontsize=6.5)
     figure.set_figheight(figure.get_figheight() + 1)  # for title and caption
     figure.set_layout_engine("constrained")
@@ -107,7 +106,7 @@ def bars(texts: pd.DataFrame, results: Results) -> sns.FacetGrid:
     grid.set_titles("").set_ylabels("")
     for metric, panel in grid.axes_dict.items():
         title, form = BARS[metric]
-        panel.set_xlabel(name_baseline(results, title))
+        panel.set_xlabel(title.format(baseline=results.baseline))
         for container in panel.containers:
             panel.bar_label(container, fmt=form, label_type="center", fontsize=6, color="white")
     grid.figure.suptitle("Medians over the texts of each row; whiskers: quartiles")

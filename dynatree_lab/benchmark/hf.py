@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draft_tree import Tree
 from dynatree_lab.errors import UsageError
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import head_of
 from dynatree_lab.pair import Pair
 

@@ -1,28 +1,16 @@
-"""Benchmark of every method against ar: the measurement loop.
+"""Benchmark of every method against ar: the measurement loop, and the program.
 
-A table is a list of cases (cases.py). A case is one row of it: a method with
-settings, such as "linear K=8", a dataset, a prompt length, a number of new tokens and a
-temperature. A round is one pass over all prompts; --repeats gives the number of rounds. A text is
-what a case generates after one prompt in one round. For each text the results file gets a line:
-case, prompt and round, metrics, and the ids of greedy text. All texts come from one process, except
-in tables of peak memory, where each text has its own. The comparison is fair for these reasons:
+A table is a list of cases (cases.py). A case is one row of it: a method with settings, such as
+"linear K=8", a dataset, a prompt length, a number of new tokens and a temperature. A round is one
+pass over all prompts. A text is what a case generates after one prompt in one round. For each text
+the results file gets a line: case, prompt and round, metrics, and the ids of greedy text. All texts
+come from one process, except in tables of peak memory, where each text has its own.
 
-order     all cases run on one prompt, then all on the next, and a different case comes first on
-          each prompt. So whatever slows the machine for a while slows all of them
-set-up    the models are loaded, and every case runs 8 steps (Pair.warm_up_steps), before the first
-          measured text
-seeds     sampled texts have a different seed for each prompt of a dataset and each round, the same
-          for every method. Prompts of equal number in two datasets share it
-baseline  `ar` is the target alone, one token per pass, with the same forward, cache and loop
-
-These are the main metrics. Tables show medians and quartiles over all prompts and rounds:
-
-tok/s     (tokens - 1) / seconds of all steps except the first, which is the pass over the prompt.
-          Every text has all its new tokens, because an end-of-text token does not end it
-x ar      tok/s / ar's tok/s on the same prompt in the same round
-exact     whether a text has the ids of its reference: ar's text on the same prompt, with the same
-          seed. The reference of a row with strict or a window is ar with strict or the same window.
-          Sampled text with drawn candidates has other ids, so it is not compared
+The comparison is fair for the reasons that bench.py gives, and the main metrics are its columns.
+Every case runs 8 steps (Pair.warm_up_steps) before the first measured text. Prompts of equal number
+in two datasets share a seed. The reference of a row with strict or a window, whose ids its texts
+must have, is ar with strict or the same window. Sampled text with drawn candidates has other ids,
+so it is not compared.
 
     python -m dynatree_lab.benchmark --methods "ar,linear K=8,dynatree tau=0.02" --repeats 3
 """
@@ -58,13 +46,13 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, rounding_gap
-from dynatree_lab.cli.errors import command_name, print_line, run_command_line
 from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.options import overflow_note
+from dynatree_lab.cli.program import command_name, print_line, run_command_line
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.generation.generate import Step  # dynatree.Step with times and counts
+from dynatree_lab.generation.step import Step
 from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
@@ -86,8 +74,8 @@ class Job(NamedTuple):
         return *self.case.key, self.prompt, self.round
 
 
-class Bench:
-    """The measurement of one table: its plan, and its results in memory and in a file."""
+class TableRun:
+    """The run of one table: its plan, and its results in memory and in a file."""
 
     def __init__(self, plan: Plan, results: Results, file: Path):
         self.plan, self.args, self.pair = plan, plan.args, plan.pair
@@ -140,14 +128,12 @@ class Bench:
             print_line(note)
 
     def load_seconds(self, case: Case) -> float:
-        """Return the seconds that it took to load the models of a case."""
         if case.is_hf:
             return self.hf.load_s
         load_s = self.pair_of(case).load_s
         return load_s["target"] + (load_s["draft"] if case.is_drafting else 0.0)
 
     def pair_of(self, case: Case) -> Pair:
-        """Return the pair that generates the texts of a case."""
         return self.plan.eagle_pair if case.uses_head else self.pair
 
     def time_passes(self) -> None:
@@ -247,8 +233,8 @@ class Bench:
 
 
 def has_timed_passes(case: Case) -> bool:
-    """Whether Bench.time_passes has timed the kind of passes that a case has: of target and draft
-    model, without strict mode and window."""
+    """Whether TableRun.time_passes has timed the kind of passes that a case has: of target and
+    draft model, without strict mode and window."""
     config = case.generation_config()
     return not config.strict and config.window == FULL_ATTENTION and not case.uses_head
 
@@ -268,35 +254,35 @@ def progress_bar(jobs: Sequence[Job]) -> tqdm:
     return tqdm(jobs, unit="text", mininterval=LOG_S, delay=LOG_S)
 
 
-def run_table(bench: Bench) -> int:
+def run_table(run: TableRun) -> int:
     """Measure a table and print it, also if the run is interrupted or fails.
 
     Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
     float32 text differs without a tie; else 0.
     """
     try:
-        bench.measure_all()
+        run.measure_all()
     except KeyboardInterrupt:
         print_line("interrupted")
         return 130
     finally:
-        if bench.results.texts:
-            print_table(bench.results, bench.results.head["columns"], bench.args.format)
-        if bench.results.texts or bench.results.step_times:
-            print_line(f"results in {bench.file}{resume_hint(bench)}")
-    return 0 if is_exact(bench.results) else 1
+        if run.results.texts:
+            print_table(run.results, run.results.head["columns"], run.args.format)
+        if run.results.texts or run.results.step_times:
+            print_line(f"results in {run.file}{resume_hint(run)}")
+    return 0 if is_exact(run.results) else 1
 
 
-def resume_hint(bench: Bench) -> str:
+def resume_hint(run: TableRun) -> str:
     """Return the end of a message: how many texts are missing, and the command that measures them.
     It is empty if none is missing."""
-    n_missing, n_ranks = bench.results.n_missing, world_size()
+    n_missing, n_ranks = run.results.n_missing, world_size()
     if not n_missing:
         return ""
     start = command_name("dynatree_lab.benchmark")
     if n_ranks > 1:
         start = f"torchrun --nproc-per-node {n_ranks} -m dynatree_lab.benchmark"
-    resume = shlex.join([f"--resume={bench.file}"])
+    resume = shlex.join([f"--resume={run.file}"])
     return f"; {n_missing} texts are missing; resume with: {start} {resume}"
 
 
@@ -309,7 +295,6 @@ def print_table(results: Results, columns: Sequence[str], table_format: str) -> 
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
     if args.tables:
         require_alone(args, "--tables")  # raises UsageError for other options
         print(describe_tables())
@@ -336,7 +321,7 @@ def measure_table(args: argparse.Namespace) -> int:
     if exists:
         raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
     plan = make_plan(args)
-    return run_table(Bench(plan, Results(plan.head), file))
+    return run_table(TableRun(plan, Results(plan.head), file))
 
 
 def resume_table(args: argparse.Namespace) -> int:
@@ -348,7 +333,7 @@ def resume_table(args: argparse.Namespace) -> int:
     options.format = args.format
     plan = make_plan(options, results)
     drop_partial_line(file)
-    return run_table(Bench(plan, results, file))
+    return run_table(TableRun(plan, results, file))
 
 
 def read_results(file: str | Path) -> Results:

@@ -33,7 +33,6 @@ from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, pa
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
-from dynatree_lab.cli.errors import Parser, command_name, print_line
 from dynatree_lab.cli.load import add_load_option, digest_files
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -44,6 +43,7 @@ from dynatree_lab.cli.options import (
     require_one_pair,
     warn_of_length,
 )
+from dynatree_lab.cli.program import Parser, command_name, print_line
 from dynatree_lab.engine.checkpoint import find_checkpoint
 from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError
@@ -255,8 +255,8 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     for case in cases:
         if not case.is_hf:
             require_fit(case.generation_config(), pair, f"{case.row}: ")
-    unwindowed = [case for case in cases if " window=" not in case.row]
-    warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
+    lengths = [c.prompt_tokens + c.new_tokens for c in cases if not c.has_window]
+    warn_of_length(pair, max(lengths, default=0))
 
 
 def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
@@ -308,7 +308,7 @@ def require_same_conditions(before: Line, now: Line) -> None:
 
 def describe_tables() -> str:
     """Return the output of --tables."""
-    columns = {name: title for name, (title, _) in COLUMNS.items()}
+    columns = {name: title.format(baseline="ar") for name, (title, _) in COLUMNS.items()}
     columns["NAME_mean"] = "mean ± standard deviation over the texts"
     columns["NAME_speedup"] = f"x ar, as a ratio of means; for {', '.join(WITH_SPEEDUP)}"
     sections = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dynatree_lab.benchmark.results import load
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
+from dynatree_lab.cli.program import Parser, print_line, run_command_line
 from dynatree_lab.errors import UsageError, writing
 
 
@@ -33,7 +33,6 @@ def import_figures() -> ModuleType:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
     draw = import_figures().draw
     for name in args.files:
         results = load(name)

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.program import print_line
 from dynatree_lab.cli.prompts import MIN_PARAGRAPH, paragraphs, read_prompts
 from dynatree_lab.engine.checkpoint import CheckpointError, convert_hub_errors
 from dynatree_lab.errors import UsageError
@@ -91,7 +91,7 @@ def fetch_wikitext(file: str) -> str:
 
 def list_books() -> list[str]:
     """Return the names of the test books, such as test/10146.txt. Raises UsageError."""
-    listing = json.loads(fetch(f"{PG19_HOST}/storage/v1/b/{PG19_BUCKET}/o?prefix=test/"))
+    listing = json.loads(fetch_url(f"{PG19_HOST}/storage/v1/b/{PG19_BUCKET}/o?prefix=test/"))
     names = [book["name"] for book in listing["items"]]
     return [name for name in names if name.endswith(".txt")]
 
@@ -99,12 +99,12 @@ def list_books() -> list[str]:
 def fetch_opening(name: str) -> str:
     """Return the complete characters in the first PG19_BYTES of a book. Raises UsageError."""
     beginning = {"Range": f"bytes=0-{PG19_BYTES - 1}"}
-    content = fetch(f"{PG19_HOST}/{PG19_BUCKET}/{quote(name)}", beginning)
+    content = fetch_url(f"{PG19_HOST}/{PG19_BUCKET}/{quote(name)}", beginning)
     text, _ = codecs.utf_8_decode(content[:PG19_BYTES])  # a host may send the whole file
     return text
 
 
-def fetch(url: str, headers: dict[str, str] | None = None) -> bytes:
+def fetch_url(url: str, headers: dict[str, str] | None = None) -> bytes:
     """Return the content of a URL. Raises UsageError."""
     try:
         with urlopen(Request(url, headers=headers or {}), timeout=TIMEOUT_S) as response:
@@ -115,11 +115,7 @@ def fetch(url: str, headers: dict[str, str] | None = None) -> bytes:
 
 
 def cut_prompts(
-    texts: list[str],
-    tokenizer: Tokenizer,
-    n_tokens: int,
-    n_prompts: int,
-    min_tokens: int = 1,
+    texts: list[str], tokenizer: Tokenizer, n_tokens: int, n_prompts: int, min_tokens: int = 1
 ) -> list[list[int]]:
     """Return the ids of n_prompts texts, or of all if there are fewer, each cut to n_tokens.
 

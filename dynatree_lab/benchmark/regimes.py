@@ -24,7 +24,7 @@ from dynatree_lab.benchmark.plot import import_figures
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
 from dynatree_lab.benchmark.results import Results, load
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS
-from dynatree_lab.cli.errors import Parser, run_command_line
+from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.errors import writing
 
 TITLES = {  # of the columns, by run
@@ -33,32 +33,34 @@ TITLES = {  # of the columns, by run
     "streamed": "streamed (2.8B from disk in 2 GB), computed",
     "sampled": "temperature 0.7, enlarged",
 }
-RUNS = (*TITLES, "auto")  # the last one: the embedded pair, costs fitted to the streamed passes
-GIVEN = "auto, costs given"
-MEASURED = ("ar", "auto")  # rows of the streamed column
-ELSEWHERE = -1  # as the number of a prompt: none of the table's
+GIVEN_RUN = "auto"  # the embedded pair with auto alone, at costs fitted to the streamed passes
+GIVEN = "auto, costs given"  # its row in the streamed column
+MEASURED = ("ar", "auto")  # rows of this column that were measured
 
 
 def load_runs(folder: Path) -> dict[str, Results]:
     """Return the runs of the table by name. Raises UsageError."""
-    return {name: load(folder / f"regimes_{name}_cpu.jsonl") for name in RUNS}
+    names = (*TITLES, GIVEN_RUN)
+    return {name: load(folder / f"regimes_{name}_cpu.jsonl") for name in names}
 
 
 def column_frames(runs: dict[str, Results]) -> dict[str, pd.DataFrame]:
-    """Return the texts of each column. Those of the streamed column are the embedded pair's, with
-    the speedup predicted from the streamed passes, but MEASURED rows are from their run."""
+    """Return the texts of each column."""
     frames = {name: text_frame(runs[name]) for name in TITLES}
+    return frames | {"streamed": streamed_column(runs, frames["streamed"])}
+
+
+def streamed_column(runs: dict[str, Results], streamed: pd.DataFrame) -> pd.DataFrame:
+    """Return the embedded pair's texts, with the speedup predicted from the streamed passes, and
+    the MEASURED rows of the streamed texts."""
     times = runs["streamed"].step_times
-    is_measured = frames["streamed"].row.isin(MEASURED)
-    measured = frames["streamed"][is_measured].assign(prompt=ELSEWHERE)
-    computed, given = (
-        text_frame(replace(runs[name], step_times=times)).assign(speedup=lambda f: f.predicted)
-        for name in ("embedded", "auto")
-    )
+    computed = text_frame(replace(runs["embedded"], step_times=times))
+    given = text_frame(replace(runs[GIVEN_RUN], step_times=times))
     given = given[given.row != "ar"].assign(row=GIVEN)
-    computed = computed[~computed.row.isin(MEASURED)]
-    frames["streamed"] = pd.concat([computed, given, measured])
-    return frames
+    computed = pd.concat([computed[~computed.row.isin(MEASURED)], given])
+    # They are texts of other prompts, which no half of the table's prompts has
+    measured = streamed[streamed.row.isin(MEASURED)].assign(prompt=-1)
+    return pd.concat([computed.assign(speedup=computed.predicted), measured])
 
 
 def less_repetitive(texts: pd.DataFrame) -> list[int]:
@@ -74,7 +76,7 @@ def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> li
     costs = [f"{passes}; draft 1/{ratio:.0f}" for passes, ratio in costs]
     cells = {
         f"cost of a pass of {REPORTED_ROWS}": ["", "", *costs],
-        "repeated 4-grams": ["", "", *(repetition(name, frames) for name in TITLES)],
+        "repeated 4-grams": ["", "", *(repetition_cell(name, frames) for name in TITLES)],
         "ar, in tok/s": row_cells("ar", frames),
         **{row: row_cells(row, frames) for row in rows},
         "*not from a paper:*": [""] * (2 + len(TITLES)),
@@ -85,7 +87,7 @@ def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> li
     return markdown_lines(table.rename_axis(columns=""))
 
 
-def repetition(name: str, frames: dict[str, pd.DataFrame]) -> str:
+def repetition_cell(name: str, frames: dict[str, pd.DataFrame]) -> str:
     """Return the repetition of ar's texts in a column; for streamed the embedded pair's, which are
     the same."""
     texts = frames["embedded" if name == "streamed" else name]
@@ -104,7 +106,6 @@ def row_cells(row: str, frames: dict[str, pd.DataFrame]) -> list[str]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run the parsed command line and return the exit status."""
     runs = load_runs(Path(args.folder))
     frames = column_frames(runs)
     half = less_repetitive(frames["embedded"])

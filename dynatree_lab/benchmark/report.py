@@ -11,7 +11,6 @@ authors compute speed-ups. docs/results.md explains the metrics, which are those
 
 import argparse
 import math
-import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,9 @@ from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie
 
-NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
+NUMBERS = {  # by column: title, metric, format
     "throughput": ("tok/s", "throughput", "{:.1f}"),
-    "speedup": ("x ar", "speedup", "{:.2f}x"),
+    "speedup": ("x {baseline}", "speedup", "{:.2f}x"),
     "predicted": ("predicted", "predicted", "{:.2f}x"),
     "end_to_end": ("end-to-end tok/s", "end_to_end", "{:.1f}"),
     "wall": ("wall ms/token", "wall_ms", "{:.2f}"),
@@ -50,11 +49,10 @@ NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the 
     "peak": ("peak MB", "peak_mb", "{:.0f}"),
 }
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
-WITH_SPEEDUP = (*RATES, "wall")
+WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
-FIELDS = [*KEYS, *dict.fromkeys(metric for _, metric, _ in NUMBERS.values())]
-FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration"]
-FIELDS.append("root_ranks")  # of table tune
+FIELDS = [*KEYS, *(metric for _, metric, _ in NUMBERS.values())]
+FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks"]
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 DRAWN_NOTE = (
@@ -86,17 +84,23 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["label"] = [names[i] for i in places]
     references = [results.cases[i].reference for i in places]
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
-    times = results.step_times
-    texts["predicted_ms"] = [
-        times.predict_ms(*counts) if times and isinstance(counts[0], dict) else math.nan
-        for counts in zip(texts.target_rows, texts.draft_rows, strict=True)
-    ]
+    counts = zip(texts.target_rows, texts.draft_rows, strict=True)
+    texts["predicted_ms"] = [predict_ms(results.step_times, *rows) for rows in counts]
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
 
 
+def predict_ms(times: StepTimes | None, target_rows: object, draft_rows: object) -> float:
+    """Return the predicted milliseconds of a text; nan if its passes were not timed or counted, as
+    in older files."""
+    if times is None or not isinstance(target_rows, dict):
+        return math.nan
+    return times.predict_ms(target_rows, draft_rows)
+
+
 def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Join each text with the baseline's on the same prompt in the same round."""
     of_baseline = texts.loc[texts.row == baseline, [*PROMPT_KEYS, *OF_BASELINE]]
     of_baseline = of_baseline.rename(columns={name: f"of_baseline_{name}" for name in OF_BASELINE})
     texts = texts.merge(of_baseline, "left", on=PROMPT_KEYS, indicator="has_baseline")
@@ -109,6 +113,7 @@ def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
 
 
 def with_difference(texts: pd.DataFrame, results: Results) -> pd.DataFrame:
+    """Join each text with its reference on the same prompt in the same round."""
     names = {"row": "reference", "ids_digest": "reference_digest"}
     references = texts[[*KEYS, "ids_digest"]].rename(columns=names)
     texts = texts.merge(references, "left", on=["reference", *PROMPT_KEYS])
@@ -170,7 +175,6 @@ def ratio(metric: str, texts: pd.DataFrame) -> float:
 
 
 def speedup_cell(metric: str, texts: pd.DataFrame) -> str:
-    """Return the speed-up over the baseline, as a ratio of means."""
     found = ratio(metric, texts)
     return f"{found if metric in RATES else 1 / found:.2f}x" if found else ""
 
@@ -198,14 +202,15 @@ COLUMNS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by name: ti
 }
 COLUMNS["tokens_pooled"] = "tok/iter pooled", pooled_cell
 COLUMNS["exact"] = "exact", exact_cell
-COLUMNS["more_memory"] = "over ar", more_memory_cell
-VARIANTS = {  # of the numbers; speed-ups as the papers' authors compute them
+COLUMNS["more_memory"] = "over {baseline}", more_memory_cell
+VARIANTS = {
     f"{name}_mean": (f"{title} mean", partial(mean_cell, metric, form))
     for name, (title, metric, form) in NUMBERS.items()
 }
-for name in WITH_SPEEDUP:
-    title, metric, _ = NUMBERS[name]
-    VARIANTS[f"{name}_speedup"] = f"{title.split()[0]} x ar", partial(speedup_cell, metric)
+VARIANTS |= {
+    f"{name}_speedup": (title + " x {baseline}", partial(speedup_cell, NUMBERS[name][1]))
+    for name, title in WITH_SPEEDUP.items()
+}
 
 
 def column(name: str) -> str:
@@ -219,40 +224,36 @@ def column(name: str) -> str:
 # Tables
 
 
-def table_of(results: Results, columns: Sequence[str]) -> pd.DataFrame:
+def table_of(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     """Return the table as text: a row for each case with texts, its cells of these columns, and
     next to a column the published figures, if there are any."""
     cases = dict(zip(labels(results.cases), results.cases, strict=True))
-    texts = dict(list(text_frame(results).groupby("label", sort=False)))
+    texts_of = dict(list(texts.groupby("label", sort=False)))
     found = {}
     for name in columns:
         title, cell = (COLUMNS | VARIANTS)[name]
-        found[name_baseline(results, title)] = [cell(own) for own in texts.values()]
+        found[title.format(baseline=results.baseline)] = [cell(own) for own in texts_of.values()]
         if any(name in case.published for case in results.cases):
-            paper = f"paper {title.replace('x ar', 'x')}"  # with a baseline of its own
-            found[paper] = [cases[label].published.get(name, "") for label in texts]
-    return pd.DataFrame(found, index=list(texts)).rename_axis(columns="method")
-
-
-def name_baseline(results: Results, text: str) -> str:
-    """Return a title with "ar" replaced by the name of the baseline."""
-    return re.sub(r"\b(x|over) ar\b", rf"\1 {results.baseline}", text)
+            paper = f"paper {title.replace('x {baseline}', 'x')}"  # it has a baseline of its own
+            found[paper] = [cases[label].published.get(name, "") for label in texts_of]
+    return pd.DataFrame(found, index=list(texts_of)).rename_axis(columns="method")
 
 
 def text_report(results: Results, columns: Sequence[str], width: int) -> str:
     """Return the table for a terminal of `width` columns, with its caption and notes."""
-    lines = table_of(results, columns).to_string(line_width=width).splitlines()
+    texts = text_frame(results)
+    lines = table_of(results, texts, columns).to_string(line_width=width).splitlines()
     table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
-    first, *rest = (textwrap.fill(text, width) for text in [caption(results), *notes(results)])
-    settings = describe_settings(results, text_frame(results))  # not filled, to be copied
-    return "\n\n".join([first, table, *rest, *settings])
+    prose = [textwrap.fill(line, width) for line in [caption(results), *notes(results, texts)]]
+    settings = describe_settings(results, texts)  # not filled, to be copied
+    return "\n\n".join([prose[0], table, *prose[1:], *settings])
 
 
 def markdown_report(results: Results, columns: Sequence[str]) -> str:
-    """Return the caption, table and notes as markdown."""
-    sentences = "\n".join(f"- {note}" for note in notes(results))
-    table = "\n".join(markdown_lines(table_of(results, columns)))
-    settings = describe_settings(results, text_frame(results))
+    texts = text_frame(results)
+    table = "\n".join(markdown_lines(table_of(results, texts, columns)))
+    sentences = "\n".join(f"- {note}" for note in notes(results, texts))
+    settings = describe_settings(results, texts)
     return "\n\n".join([caption(results), table, sentences, *settings])
 
 
@@ -312,14 +313,13 @@ def machine_text(machine: Line) -> str:
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
 
 
-def notes(results: Results) -> Iterator[str]:
+def notes(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     """Yield the notes below the table: its title, the source of published figures, texts that are
     not exact, and the bandwidth floor."""
     if results.head["title"]:
         yield f"{results.head['title']}."
     if any(case.published for case in results.cases):
         yield PUBLISHED_NOTE
-    texts = text_frame(results)
     for _, own in texts[texts.is_compared].groupby("label", sort=False):
         if own.is_different.any():
             yield describe_differences(own)
@@ -329,10 +329,9 @@ def notes(results: Results) -> Iterator[str]:
         yield DRAWN_NOTE
     if unused := dict.fromkeys(case.row for case in results.cases if skips_acceptance(case)):
         yield f"Greedy text does not call the acceptance of {', '.join(unused)}: use --temperature."
-    rows = " ".join(case.row for case in results.cases)
-    if " strict" in rows:
+    if any(case.is_strict for case in results.cases):
         yield "A strict row is compared with strict ar at the same number of rows per pass."
-    if " window=" in rows:
+    if any(case.has_window for case in results.cases):
         yield "A row with a window is compared with ar with that window."
     if results.step_times:
         yield from time_notes(results, results.step_times, texts)

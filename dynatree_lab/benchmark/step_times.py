@@ -28,7 +28,7 @@ from dynatree_lab.engine.passes import ROW_COUNTS, PassConfig
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
@@ -60,9 +60,12 @@ class StepTimes:
     def predict_ms(self, target_rows: Mapping[str, int], draft_rows: Mapping[str, int]) -> float:
         """Return the milliseconds of these passes, as count_passes returns them, without other
         work. Times between two measured numbers of rows are interpolated."""
-        target_ms = self.interpolate(list(map(int, target_rows)), self.target_ms)
-        draft_ms = self.interpolate(list(map(int, draft_rows)), self.draft_ms)
-        return float(target_ms @ [*target_rows.values()] + draft_ms @ [*draft_rows.values()])
+        return self.total_ms(target_rows, self.target_ms) + self.total_ms(draft_rows, self.draft_ms)
+
+    def total_ms(self, counts: Mapping[str, int], ms: Sequence[float]) -> float:
+        """Return the milliseconds of passes, which are counted by their rows."""
+        each = self.interpolate([int(n) for n in counts], ms)
+        return float(numpy.dot(each, list(counts.values())))
 
     def interpolate(self, rows: Sequence[int], ms: Sequence[float]) -> numpy.ndarray:
         """Return the milliseconds of passes over these numbers of rows. ms: one for each of
@@ -98,10 +101,13 @@ class StepTimes:
     def describe_floor(self, role: str) -> str:
         """Return a sentence that compares a one-row pass with its bandwidth floor. It is faster
         where the processor's cache holds the weights. role: target or draft."""
-        n_bytes, (ms, *_) = (getattr(self, f"{role}_{name}") for name in ("bytes", "ms"))
         gb_s, how = self.copy_gb_s, "of a copy"
-        if role == "target" and self.read_gb_s:
-            gb_s, how = self.read_gb_s, "of reading alone"
+        if role == "draft":
+            ms, n_bytes = self.draft_ms[0], self.draft_bytes
+        else:
+            ms, n_bytes = self.target_ms[0], self.target_bytes
+            if self.read_gb_s:
+                gb_s, how = self.read_gb_s, "of reading alone"
         floor = n_bytes / gb_s / 1e6
         return (
             f"A one-row {role} pass at {self.context} cached tokens takes {ms:.2f} ms. Reading its "
@@ -134,11 +140,11 @@ def measure_step_times(
     """Return the median times of both models' passes with each number of ROW_COUNTS up to max_rows,
     which is one of them. graphs: use CUDA graphs on CUDA."""
     rows = [n for n in ROW_COUNTS if n <= max_rows]
-    how, read_gb_s = f"medians of {n_rounds * BURST} passes", None
     is_streamed = isinstance(target, StreamedGPTNeoX) and target.layers.bytes_per_pass > 0
     if is_streamed:
-        read_gb_s = read_bandwidth(target.layers)
         rows = [n for n in rows if n.bit_count() == 1]  # a pass takes seconds
+    read_gb_s = read_bandwidth(target.layers) if is_streamed else None
+    how = f"medians of {n_rounds * BURST} passes"
     medians = []
     for model, ranking in zip((target, draft), RANKINGS, strict=True):
         config = PassConfig(max_rows, n_scratch=max_rows, ranking=ranking)
@@ -153,9 +159,18 @@ def measure_step_times(
             ms = median_ms(list(passes.values()), n_rounds)
         medians.append(ms)
         model.release(cache)
-    n_bytes = [step_bytes(model, context) for model in (target, draft)]
-    others = copy_bandwidth(target.device), read_gb_s, target.has_fixed_shapes, how
-    return StepTimes(context, rows, *medians, *n_bytes, *others)
+    return StepTimes(
+        context=context,
+        rows=rows,
+        target_ms=medians[0],
+        draft_ms=medians[1],
+        target_bytes=step_bytes(target, context),
+        draft_bytes=step_bytes(draft, context),
+        copy_gb_s=copy_bandwidth(target.device),
+        read_gb_s=read_gb_s,
+        has_fixed_shapes=target.has_fixed_shapes,
+        how=how,
+    )
 
 
 def make_forward(model: FastGPTNeoX, cache: FastCache, n: int) -> Callable[[], torch.Tensor]:
@@ -187,9 +202,8 @@ def median_ms(passes: Sequence[Callable], n_rounds: int) -> list[float]:
 
 
 def time_ms(forward: Callable) -> float:
-    """Return the milliseconds of a pass."""
     start = time.perf_counter()
-    forward()  # reads a result, so a GPU has finished
+    forward()  # waits for the device, for example by reading a result
     return (time.perf_counter() - start) * 1e3
 
 
@@ -203,19 +217,19 @@ def streamed_ms(passes: Mapping[int, Callable], n_rounds: int) -> tuple[list[flo
     """
     passes[2]()  # to warm up
     twos = [time_ms(passes[2])]
-    ratios = {n: [1.0] if n <= 2 else [] for n in passes}
-    others = [n for n in passes if n > 2]
+    ratios = {n: [] for n in passes if n > 2}
     order = random.Random(0)
-    for n in [n for _ in range(n_rounds) for n in order.sample(others, len(others))]:
-        ms = time_ms(passes[n])
-        twos.append(time_ms(passes[2]))
-        ratios[n].append(ms / statistics.mean(twos[-2:]))
+    for _ in range(n_rounds):
+        for n in order.sample(list(ratios), len(ratios)):
+            ms = time_ms(passes[n])
+            twos.append(time_ms(passes[2]))
+            ratios[n].append(ms / statistics.mean(twos[-2:]))
     middle = statistics.median(twos)
     how = (
         f"medians of {n_rounds} passes each in random order, divided by passes of two rows before "
         f"and after, times the median of those: {middle:.0f} ms ({min(twos):.0f}-{max(twos):.0f})"
     )
-    return [statistics.median(found) * middle for found in ratios.values()], how
+    return [statistics.median(ratios.get(n, [1.0])) * middle for n in passes], how
 
 
 def step_bytes(model: FastGPTNeoX, context: int) -> int:
@@ -229,12 +243,14 @@ def step_bytes(model: FastGPTNeoX, context: int) -> int:
 
 def read_bandwidth(layers: StreamedLayers) -> float:
     """Return the gigabytes per second of reading the streamed layers alone, the floor of a pass."""
-    for _ in range(2):  # the first one checks the weights
-        start = time.perf_counter()
+
+    def read() -> None:
         layers.read_all()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    return layers.bytes_per_pass / (time.perf_counter() - start) / 1e9
+
+    read()  # checks the weights
+    return layers.bytes_per_pass / time_ms(read) / 1e6
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -242,11 +258,11 @@ def copy_bandwidth(device: torch.device) -> float:
     copied."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    ms = []
-    for _ in range(6):
-        start = time.perf_counter()
+
+    def run() -> None:
         copy.copy_(source)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        ms.append((time.perf_counter() - start) * 1e3)
-    return 2 * COPY_BYTES / statistics.median(ms[1:]) / 1e6  # the first copy touches new memory
+
+    run()  # touches new memory
+    return 2 * COPY_BYTES / statistics.median(time_ms(run) for _ in range(5)) / 1e6

@@ -17,7 +17,7 @@ import pandas as pd
 from dynatree_lab.benchmark.cases import HEAD, Case, labels
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.results import Line, Results
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 
 # Rows that verify one level of other methods' candidates: the draft's, and successors of a table.
 # The lines of their texts have root_ranks
@@ -43,10 +43,11 @@ def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     for temperature, own in texts.groupby("temperature"):
         rows = own[own.median_speedup.notna() & ~own.row.isin(HF_METHODS)].drop_duplicates("label")
         is_auto = rows.row.str.match(r"auto\b")
-        for name, found in (("the fastest row but auto", ~is_auto), ("auto", is_auto)):
-            for row in rows[found][:1].itertuples():
-                heading = f"Options for {name}, {row.median_speedup:.2f}x {results.baseline}:"
-                yield f"{heading}\n\n    {options_of(cases[row.label], results.head)}"
+        for name, found in (("the fastest row but auto", rows[~is_auto]), ("auto", rows[is_auto])):
+            if not found.empty:
+                label, speedup = found[["label", "median_speedup"]].iloc[0]
+                heading = f"Options for {name}, {speedup:.2f}x {results.baseline}:"
+                yield f"{heading}\n\n    {options_of(cases[label], results.head)}"
         for row, methods in METHODS_WITH_P.items():
             counts = own[own.row == row].root_ranks.dropna()
             n_trees = sum(count["trees"] for count in counts)
@@ -65,7 +66,8 @@ def options_of(case: Case, head: Line) -> str:
     words = ["--method", case.method]
     words += [part for word in case.row.split()[1:] if word != HEAD for part in ("--set", word)]
     words += [part for file in given.get("load", ()) for part in ("--load", file)]
-    for name in (*MODEL_OPTIONS, *(("temperature", "top_p") if case.temperature else ())):
+    sampling = ("temperature", "top_p") if case.temperature else ()
+    for name in (*MODEL_OPTIONS, *sampling):
         if name in given:
             words += [f"--{name.replace('_', '-')}", str(given[name])]
     return shlex.join(words)

@@ -6,6 +6,6 @@ prompts   prompts in files (--prompt-file, --prompts)
 load      files of the user's that add methods (--load)
 terminal  the progress of slow passes, the list of methods and settings
 compare   a generation compared with ar (--compare)
-errors    the parser, one line per user mistake, the exit status
+program   the frame of every program: parser, one line per user mistake, exit status
 start     the start of every program, before torch is imported
 """

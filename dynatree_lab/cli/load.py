@@ -31,9 +31,8 @@ def load_files(words: Sequence[str]) -> None:
 
 
 def import_files(files: Iterable[str]) -> None:
-    """Import files as modules that are named by their stems, as dataclasses need it. Raises
-    UsageError for a file that is missing or has the name of another module, and the file's own
-    errors."""
+    """Import files as modules that are named by their stems. Raises UsageError for a file that is
+    missing or has the name of another module, and the file's own errors."""
     for file in files:
         path = Path(file).resolve()
         name = path.stem
@@ -43,9 +42,10 @@ def import_files(files: Iterable[str]) -> None:
         if other and other.origin != str(path):
             raise UsageError(f"--load {file}: another module is named {name}; rename the file")
         loader = SourceFileLoader(name, str(path))
-        module = sys.modules[name] = module_from_spec(spec_from_loader(name, loader))
+        module = module_from_spec(spec_from_loader(name, loader))
+        sys.modules[name] = module  # where dataclasses look it up while it is run
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
+            sys.path.append(str(path.parent))  # for its own imports
         loader.exec_module(module)
 
 

@@ -16,13 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
-from dynatree_lab.cli.errors import (
-    Parser,
-    command_name,
-    print_line,
-    report_mistake,
-    run_command_line,
-)
 from dynatree_lab.cli.load import add_load_option
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -35,6 +28,13 @@ from dynatree_lab.cli.options import (
     require_fit,
     warn_of_length,
 )
+from dynatree_lab.cli.program import (
+    Parser,
+    command_name,
+    print_line,
+    report_mistake,
+    run_command_line,
+)
 from dynatree_lab.cli.prompts import Prompt, read_prompts, read_text
 from dynatree_lab.cli.terminal import LayerProgress
 from dynatree_lab.drawing import LEGEND, draw_tree
@@ -42,7 +42,7 @@ from dynatree_lab.engine.checkpoint import first_line
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.rules import are_retrieved

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.program import print_line
 from dynatree_lab.cli.terminal import describe
 from dynatree_lab.engine.checkpoint import DTYPES
 from dynatree_lab.engine.ranks import world_size

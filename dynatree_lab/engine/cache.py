@@ -36,6 +36,7 @@ class FastCache(KVCache):
         self.transformer, self.head, self.config = transformer, head, config
         self.capacity, self.length = capacity, 0
         self.max_length = config.window.max_length
+        self.is_replaying = False  # in a FixedCache, from `capture` on
         self.inputs: PassInputs | None = None  # of the last pass
         self.scores: Scores | None = None  # of the last pass; on CUDA the next one overwrites them
         self.n_dropped = 0  # tokens that the window has dropped

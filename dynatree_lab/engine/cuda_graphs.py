@@ -33,7 +33,6 @@ from torch import Tensor
 
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.inputs import DeviceInputs, PassInputs
-from dynatree_lab.engine.layers import FusedTransformer, Head
 from dynatree_lab.engine.masks import PLAIN, ROW_BYTES, Masks, additive_bits, causal_mask
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.passes import (
@@ -87,12 +86,8 @@ class StagedInputs(NamedTuple):
     """The host's views of both buffers for one shape. Making them takes longer than filling them,
     so they are kept."""
 
-    words: ndarray  # all int64 inputs in one array; those below are parts of it
-    tokens: ndarray  # [n]
-    positions: ndarray  # [n]
-    start: ndarray  # [1]
-    last: ndarray  # [1]
-    mask: ndarray  # as in DeviceInputs
+    words: ndarray  # all int64 inputs in one array
+    inputs: DeviceInputs  # its parts, and the masks; as arrays, which are filled faster
     staged: Tensor  # the bytes of all inputs in the staging buffer
     uploaded: Tensor  # the same bytes in the buffer that graphs read
 
@@ -119,12 +114,6 @@ class FixedCache(FastCache):
         self.staged_inputs: dict[tuple[int, int, Masks], StagedInputs] = {}
         self.captured: dict[PassShape, CapturedPass] = {}
         self.graph_pool: tuple[int, int] | None = None  # memory pool that all graphs share
-
-    def begin(
-        self, transformer: FusedTransformer, head: Head, capacity: int, config: PassConfig
-    ) -> None:
-        super().begin(transformer, head, capacity, config)
-        self.is_replaying = False  # until `capture` is called
 
     def run(self, inputs: PassInputs) -> Scores:
         """Run FastCache.run, in a fixed shape if the config allows it. The next pass overwrites the
@@ -157,11 +146,11 @@ class FixedCache(FastCache):
             self.upload_done.synchronize()
         staged = self.stage(shape)
         staged.words.fill(0)
-        staged.tokens[:n] = inputs.tokens.numpy()
-        staged.positions[:n] = inputs.positions.numpy()
-        staged.start[0] = inputs.start
-        staged.last[0] = inputs.n_older - 1
-        staged.mask[:] = shape.masks.pack(inputs, shape.n_rows, shape.n_scratch)
+        staged.inputs.tokens[:n] = inputs.tokens.numpy()
+        staged.inputs.positions[:n] = inputs.positions.numpy()
+        staged.inputs.start[0] = inputs.start
+        staged.inputs.last[0] = inputs.n_older - 1
+        staged.inputs.mask[:] = shape.masks.pack(inputs, shape.n_rows, shape.n_scratch)
         staged.uploaded.copy_(staged.staged, non_blocking=True)
         if self.upload_done:
             self.upload_done.record()
@@ -173,8 +162,8 @@ class FixedCache(FastCache):
         if inputs is None:
             staged, uploaded = self.staging[: shape.n_bytes], self.buffer[: shape.n_bytes]
             words = staged[: 8 * shape.n_int64].view(torch.int64).numpy()
-            arrays = (view.numpy() for view in shape.view_inputs(staged))
-            inputs = self.staged_inputs[layout] = StagedInputs(words, *arrays, staged, uploaded)
+            arrays = DeviceInputs(*(view.numpy() for view in shape.view_inputs(staged)))
+            inputs = self.staged_inputs[layout] = StagedInputs(words, arrays, staged, uploaded)
         return inputs
 
     def run_shape(self, shape: PassShape) -> PassResult:
@@ -290,9 +279,7 @@ def destroy_graphs() -> None:
 
 
 def capture_graph(
-    run: Callable[[], PassResult],
-    graph_pool: tuple[int, int] | None,
-    device: torch.device,
+    run: Callable[[], PassResult], graph_pool: tuple[int, int] | None, device: torch.device
 ) -> CapturedPass:
     """Return the graph of a function that has run before, and its result.
 

@@ -35,10 +35,13 @@ def strict_rows(model: FastGPTNeoX, max_rows: int) -> int:
     If there is none, all passes have the same number of rows, for which a row's bits do not depend
     on its place. If ROW_COUNTS has no such number either, bits may differ.
     """
-    n = max(max_rows, model.min_rows)
-    counts = [count for count in ROW_COUNTS if n <= count <= MAX_STRICT_ROWS]
-    place_invariant = (count for count in counts if is_place_invariant(model, count))
-    return invariant_rows(model) or next(place_invariant, MAX_STRICT_ROWS)
+    if minimum := invariant_rows(model):
+        return minimum
+    for n in ROW_COUNTS:
+        is_allowed = max(max_rows, model.min_rows) <= n <= MAX_STRICT_ROWS
+        if is_allowed and is_place_invariant(model, n):
+            return n
+    return MAX_STRICT_ROWS
 
 
 @torch.inference_mode()
@@ -65,12 +68,14 @@ def is_place_invariant(model: FastGPTNeoX, n: int) -> bool:
     A library may compute the last few rows of a product differently. FBGEMM without AVX-512 does so
     for 32 rows and not for 64. Returns True on a GPU, where no trials are run.
     """
-    results, is_equal = model.invariance_results, True
+    results = model.invariance_results
     if n not in results:
-        for compute, rows in make_trials(model) if model.device.type == "cpu" else ():
-            moved = compute(rows[:n].roll(1, 0))
-            is_equal &= torch.equal(moved, compute(rows[:n]).roll(1, 0))
-        results[n] = all(model.gather(is_equal))
+        trials = make_trials(model) if model.device.type == "cpu" else []
+        own = [
+            compute(rows[:n].roll(1, 0)).equal(compute(rows[:n]).roll(1, 0))
+            for compute, rows in trials
+        ]
+        results[n] = all(model.gather(all(own)))
     return results[n]
 
 

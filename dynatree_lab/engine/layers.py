@@ -100,7 +100,7 @@ def load_weights(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) 
     for name, _ in list(module.named_parameters()):
         owner, _, part = name.rpartition(".")
         weight = nn.Parameter(tensors[prefix + name], requires_grad=False)
-        setattr(module.get_submodule(owner), part, weight)
+        setattr(module.get_submodule(owner), part, weight)  # a rank's shard has other shapes
 
 
 def trim_heap() -> None:

@@ -1,6 +1,6 @@
 """The masks of a pass, from the host's bool mask to attention.
 
-A bool mask [n, m] on the host says which of the newest m slots each row attends to. Every row
+A bool mask [n, s] on the host says which of the newest s slots each row attends to. Every row
 attends to all older slots. `Masks` makes a Mask of it, with which the layers compute attention. A
 pass of a fixed shape (engine/cuda_graphs.py) gets the bool mask as bits, and makes the Mask of them
 on the device. Strict passes have Masks of their own (engine/strict.py).
@@ -8,7 +8,8 @@ on the device. Strict passes have Masks of their own (engine/strict.py).
     inputs = PassInputs(tokens, torch.arange(3), causal_mask(3), start=0, n_last=3)
     attended = PLAIN.build(inputs, 3, kv).attend(q, kv[0], kv[1])
 
-Shapes: n rows given, m rows run (m >= n, with padding), S cache slots, H heads, D head size.
+Shapes: n rows given, m rows run (m >= n, with padding), s slots that a bool mask covers, S cache
+slots, H heads, D head size.
 """
 
 import math
@@ -66,11 +67,21 @@ class Masks:
 
     def row_bytes(self, n_scratch: int) -> int:
         """Return the bytes of a row's mask in the inputs of a fixed shape."""
-        return (n_scratch + 2 + 7) // 8
+        return (n_scratch + 2 + 7) // 8  # 2 bits for other slots, as in `pack`
 
     def pack(self, inputs: PassInputs, m: int, n_scratch: int) -> ndarray:
-        """Return the masks of n rows and of padding rows, [m, row_bytes] uint8."""
-        return pack_mask(inputs.mask, m, n_scratch)
+        """Return the masks of n rows and of m - n padding rows in bits, [m, row_bytes] uint8.
+
+        A row's first bit stands for all committed slots, the next n_scratch bits for the slots
+        after them, and one more bit for all other slots. A bit is 1 if the row attends to the slot.
+        Padding rows attend to all but the other slots, because softmax over no slot is nan.
+        """
+        n, n_masked = inputs.mask.shape
+        attends = numpy.zeros((m, n_scratch + 2), dtype=bool)
+        attends[:n, 0] = True
+        attends[:n, 1 : 1 + n_masked] = inputs.mask.numpy()
+        attends[n:, :-1] = True
+        return numpy.packbits(attends, axis=1, bitorder="little")
 
     def unpack(
         self, inputs: DeviceInputs, slots: Tensor, n_scratch: int, byte_masks: Tensor
@@ -93,9 +104,9 @@ def causal_mask(n: int) -> Tensor:
 
 
 def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
-    """Return a mask [n, length + m], 0 or -inf, on the device and in the dtype of `like`.
+    """Return a mask [n, length + s], 0 or -inf, on the device and in the dtype of `like`.
 
-    mask: [n, m] bool over the slots from `length` on. Every row attends to all older slots.
+    mask: [n, s] bool over the slots from `length` on. Every row attends to all older slots.
     """
     n, n_slots = mask.shape[0], length + mask.shape[1]
     aligned = -(-n_slots // 8) * 8  # CUDA's attention copies unaligned masks in every layer
@@ -103,21 +114,6 @@ def additive_mask(mask: Tensor, length: int, like: Tensor) -> Tensor:
     additive[:, :length] = 0.0
     additive[:, length:].masked_fill_(mask.to(like.device, non_blocking=True), 0.0)
     return additive
-
-
-def pack_mask(mask: Tensor, n_rows: int, n_scratch: int) -> ndarray:
-    """Return a bool mask [n, m] in bits, [n_rows, bytes] uint8, with its padding.
-
-    A row's first bit stands for all committed slots, the next n_scratch bits for the slots after
-    them, and one more bit for all other slots. A bit is 1 if the row attends to the slot. Padding
-    rows attend to all but the other slots, because softmax over no slot is nan.
-    """
-    n, m = mask.shape
-    attends = numpy.zeros((n_rows, n_scratch + 2), dtype=bool)
-    attends[:n, 0] = True
-    attends[:n, 1 : 1 + m] = mask.numpy()
-    attends[n:, :-1] = True
-    return numpy.packbits(attends, axis=1, bitorder="little")
 
 
 def additive_bits(like: Tensor) -> Tensor:

@@ -120,17 +120,15 @@ class TokenLogprob(NamedTuple):
 
 def token_logprobs(logits: Tensor, tokens: list[int], k: int) -> list[TokenLogprob]:
     """Return the log-probabilities of tokens [n], each chosen from a row of logits [n, V], and of
-    the k likeliest ids of each row. The host reads them at once."""
+    the k likeliest ids of each row."""
     logprobs = log_probabilities(logits, 1.0)
     own = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))
     top = logprobs.topk(min(k, logprobs.shape[1]))
-    # float32 is exact for ids below 2^24
-    rows = torch.cat([own, top.values, top.indices.float()], dim=1).tolist()
-    found = []
-    for token, (logprob, *rest) in zip(tokens, rows, strict=True):
-        values, ids = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
-        found.append(TokenLogprob(token, logprob, list(zip(ids, values, strict=True))))
-    return found
+    rows = zip(tokens, own[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        TokenLogprob(token, logprob, list(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in rows
+    ]
 
 
 def entropies(logprobs: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from gpt_neox import Config, Layer, untied_if_head_differs
 STORED_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 STORED_DTYPES |= {"F32": torch.float32, "F64": torch.float64}
 N_BUFFERS = 2  # a layer runs in one while the next layer is read into the other
-BLOCK = 2**19  # elements of a matrix that are converted together, so that they stay in the cache
+BLOCK_ELEMENTS = 2**19  # that are converted together, so that they stay in the cache
 
 
 class StreamedGPTNeoX(FastGPTNeoX):
@@ -243,7 +243,7 @@ class FileLayers(StreamedLayers):
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """The place of a tensor: an open file, and the bytes from `offset` on."""
 
     file: FileIO
@@ -258,7 +258,7 @@ class LayerFiles:
 
     def __init__(self, tensors: StoredTensors):
         """Read the headers. Raises CheckpointError for a dtype that is not supported."""
-        self.places: dict[str, Place] = {}  # by published name
+        self.places: dict[str, StoredPlace] = {}  # by published name
         opened = {}  # by path: file, start of its data, header
         for name, (path, stored_name) in tensors.files.items():
             if ".layers." not in name:
@@ -273,7 +273,7 @@ class LayerFiles:
                 raise CheckpointError(f"{name} is {entry['dtype']}; only floating types load")
             start, end = entry["data_offsets"]
             dtype = STORED_DTYPES[entry["dtype"]]
-            self.places[name] = Place(file, data_start + start, end - start, dtype)
+            self.places[name] = StoredPlace(file, data_start + start, end - start, dtype)
 
     def layer_bytes(self, i: int) -> int:
         prefix = f"gpt_neox.layers.{i}."
@@ -379,8 +379,8 @@ def is_finite_in(dtype: torch.dtype, weight: Tensor) -> bool:
 
 
 def blocks_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return views of about BLOCK elements each: some rows of a matrix, or a part of a vector."""
-    return weight.split(max(BLOCK // weight[0].numel(), 1))
+    """Return views of about BLOCK_ELEMENTS: some rows of a matrix, or a part of a vector."""
+    return weight.split(max(BLOCK_ELEMENTS // weight[0].numel(), 1))
 
 
 class PinnedLayers(StreamedLayers):
@@ -422,7 +422,6 @@ class PinnedLayers(StreamedLayers):
 
 
 def weights_of(layer: FusedLayer) -> list[Tensor]:
-    """Return all tensors of a layer."""
     parts = [*layer.norms, *layer.linears]
     return [weight for part in parts for weight in (part.weight, part.bias)]
 

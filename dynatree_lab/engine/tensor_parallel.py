@@ -14,7 +14,6 @@ Shapes: n rows.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -23,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynatree_lab.engine.cache import FastCache
-from dynatree_lab.engine.checkpoint import CheckpointError
+from dynatree_lab.engine.checkpoint import CheckpointError, StoredTensors
 from dynatree_lab.engine.inputs import PassInputs
-from dynatree_lab.engine.model import FastGPTNeoX, T
+from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.ranks import RanksError, gather, rank, run_collective, world_size
 from gpt_neox import Config
 
@@ -40,9 +39,10 @@ class ShardedGPTNeoX(FastGPTNeoX):
     """One rank's shard of a FastGPTNeoX."""
 
     n_ranks = staticmethod(world_size)
+    gather = staticmethod(gather)
 
     @classmethod
-    def from_tensors(cls, config: Config, tensors: Mapping[str, Tensor]) -> "ShardedGPTNeoX":
+    def from_tensors(cls, config: Config, tensors: StoredTensors) -> "ShardedGPTNeoX":
         """Make this rank's shard from all weights. Raises CheckpointError if the ranks cannot split
         heads and inner columns evenly."""
         heads, inner = config.num_attention_heads, config.intermediate_size
@@ -51,7 +51,8 @@ class ShardedGPTNeoX(FastGPTNeoX):
                 raise CheckpointError(
                     f"{n} {what} cannot be split evenly over {world_size()} ranks"
                 )
-        model = super().from_tensors(config, ShardedTensors(tensors))
+        own = ShardedTensors(tensors.files, tensors.device, tensors.dtype)
+        model = super().from_tensors(config, own)
         model.gpt_neox.embed_in = ShardedEmbedding(model.gpt_neox.embed_in.weight)
         model.embed_out.gather_ids = partial(gather_ids, n_ids=config.vocab_size)
         for layer in model.gpt_neox.layers:
@@ -72,30 +73,18 @@ class ShardedGPTNeoX(FastGPTNeoX):
         if lowest.sum():  # the lowest checksum and the highest one differ
             raise RanksError("the ranks run different tokens; use equal machines and equal files")
 
-    def gather(self, value: T) -> list[T]:
-        return gather(value)
 
-
-class ShardedTensors(Mapping):
-    """This rank's parts of tensors, by published name. Each lookup reads the whole tensor."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self.tensors = tensors
+class ShardedTensors(StoredTensors):
+    """This rank's parts of tensors. Each lookup reads the whole tensor."""
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.tensors[name]
+        tensor = super().__getitem__(name)
         layer, _, part = name.rpartition(".")
         if layer.endswith(COLUMN_PARALLEL):
             return own_part(tensor, 0)
         if layer.endswith(ROW_PARALLEL):
             return own_part(tensor, 1) if part == "weight" else tensor * (rank() == 0)
         return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 def own_part(tensor: Tensor, axis: int) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: B sequences of T tokens, H attention heads, D head size, R rotary dimens
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from gpt_neox import GPTNeoX, Layer, rotate
 
 # attend(q, k, v) -> [B, H, T, D], of queries, keys and values [B, H, T, D] of a layer's input
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+attend_causally: Attend = partial(F.scaled_dot_product_attention, is_causal=True)
 
 
 def draw_rows(text: Tensor, n_rows: int, n_tokens: int, seed: int) -> Tensor:
@@ -33,10 +35,6 @@ def autocast_for(device: torch.device) -> torch.autocast:
     """Return a context in which products are in bfloat16, if the device has instructions for it."""
     is_fast = bool(has_instructions(torch.bfloat16, device))
     return torch.autocast(device.type, torch.bfloat16, enabled=is_fast)
-
-
-def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def run_layer(layer: Layer, x: Tensor, rotary: Tensor, attend: Attend) -> Tensor:

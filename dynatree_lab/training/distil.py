@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynatree_lab.cli.errors import Parser, print_line, run_command_line
 from dynatree_lab.cli.options import set_threads
+from dynatree_lab.cli.program import Parser, print_line, run_command_line
 from dynatree_lab.engine.checkpoint import find_checkpoint, reading
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.errors import UsageError, writing

@@ -48,7 +48,6 @@ def train_draft(
 
 
 def new_draft(config: Config) -> GPTNeoX:
-    """Return an untrained model."""
     generator = torch.Generator().manual_seed(0)
     draft = GPTNeoX(config)
     for name, weight in draft.named_parameters():

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.program import print_line
 from dynatree_lab.engine.checkpoint import HEAD_TYPE, load_tensors
 from dynatree_lab.engine.eagle_head import LAYER, target_digest
 from dynatree_lab.training import own_text

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dynatree_lab.cli.errors import print_line
+from dynatree_lab.cli.program import print_line
 from dynatree_lab.errors import UsageError
 
 WARM_UP = 50  # steps in which the learning rate rises

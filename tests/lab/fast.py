@@ -20,7 +20,7 @@ from dynatree_lab.engine.checkpoint import INDEX, SINGLE, published_shapes
 from dynatree_lab.engine.eagle_head import FastHead
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import EagleHead, StateTransformer, predicted_states, with_states
 from gpt_neox import Config, GPTNeoX, KVCache
 

@@ -13,7 +13,7 @@ from test_retrieval import assert_in_order
 from trees import FakeDraft, path_to, paths, top_k
 
 from draft_tree import Candidates, Tree
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.auto import INITIAL_RATES, Auto, AutoRule, NGramAcceptance
 from dynatree_lab.methods.rules import are_retrieved
 

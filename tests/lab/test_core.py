@@ -22,7 +22,7 @@ from draft_tree import Autoregressive, Candidates, Settings
 from dynatree_lab.cli.main import build_parser, main
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.auto import Auto
 from dynatree_lab.methods.rules import are_retrieved

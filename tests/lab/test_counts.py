@@ -8,7 +8,7 @@ import pytest
 from trees import make_tree
 
 from draft_tree import DynaTree, Settings
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.deagle import Deagle
 from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive

@@ -16,7 +16,7 @@ from test_core import with_fixed_costs
 from torch import Tensor
 
 from draft_tree import Settings, Tree
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.drafting import DRAFTING
 from dynatree_lab.methods.drawn import DrawnDrafter

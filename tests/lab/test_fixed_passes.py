@@ -12,7 +12,8 @@ from trees import make_tree
 from draft_tree import Tree
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.cuda_graphs import make_shape
-from dynatree_lab.engine.masks import PLAIN, Masks, pack_mask
+from dynatree_lab.engine.inputs import PassInputs
+from dynatree_lab.engine.masks import PLAIN, Masks
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import ROW_COUNTS, SLOT_STEP, SMALL_PASS, PassConfig
 from dynatree_lab.engine.scores import Ranking
@@ -46,7 +47,9 @@ def test_passes_run_outside_inference_mode_after_a_generation(
 def test_a_mask_in_bits() -> None:
     """Check three rows and one of padding, which attends to all but the other slots."""
     mask = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) < 0.5
-    bits = numpy.unpackbits(pack_mask(mask, 4, n_scratch=6), axis=1, bitorder="little").astype(bool)
+    rows = torch.arange(3)
+    packed = PLAIN.pack(PassInputs(rows, rows, mask, start=9, n_last=3), 4, n_scratch=6)
+    bits = numpy.unpackbits(packed, axis=1, bitorder="little").astype(bool)
     assert bits[:3, 0].all() and not bits[:3, 6:].any()
     assert bits[:3, 1:6].tolist() == mask.tolist()
     assert bits[3].tolist() == [True] * 7 + [False]

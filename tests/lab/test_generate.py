@@ -22,7 +22,7 @@ from draft_tree import Autoregressive, DynaTree, Settings
 from dynatree_lab.engine import memory
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, PaddedAutoregressive, SpecInfer

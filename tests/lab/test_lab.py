@@ -164,6 +164,12 @@ def test_mistakes_in_arguments_are_one_error(
         list(lab.stream_text(**given))
 
 
+def test_no_logprobs_may_be_named_on_a_stream(pair: Pair) -> None:
+    """Check the default, which a caller may pass on."""
+    texts = [list(lab.stream_text(pair, PROMPT, "ar", 3, **o)) for o in ({}, {"logprobs": None})]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("name", ["rule", "drafter", "accept", "process", "inspect"])
 def test_texts_take_the_objects_of_generate(name: str, pair: Pair, tmp_path: Path) -> None:
     """Check that each writes the text of `generate` with it, in a stream, a result and both calls

@@ -20,14 +20,14 @@ from test_results import make_head, rows_of, write_results
 from draft_tree import Tree
 from dynatree_lab.benchmark import measure as bench
 from dynatree_lab.benchmark.cases import CONTROL, Case
-from dynatree_lab.benchmark.measure import Bench, Job, main
+from dynatree_lab.benchmark.measure import Job, TableRun, main
 from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
 from dynatree_lab.benchmark.report import is_exact, text_frame, text_report
 from dynatree_lab.benchmark.results import Line, Results, key_of, load
 from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import Step
+from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import EagleHead
 from dynatree_lab.pair import Pair
 from dynatree_lab.request import Request
@@ -100,7 +100,7 @@ def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
     and named. A row with the word head has no prediction."""
     options = ["--target", str(TINY / "target"), "--methods", "linear,linear head"]
     plan = make_plan(build_parser().parse_args(override(BRIEF, *options)))
-    table = Bench(plan, Results(plan.head), tmp_path / "a.jsonl")
+    table = TableRun(plan, Results(plan.head), tmp_path / "a.jsonl")
     drafts = [table.pair_of(case).draft for case in table.results.cases]
     assert [isinstance(draft, EagleHead) for draft in drafts] == [False, False, True]
     texts = [table.generate(Job(case, 0, 0)) for case in table.results.cases[1:]]
@@ -166,14 +166,14 @@ def test_every_sampled_text_has_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def end_at(n: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the n-th text of a table raise an error."""
-    real = Bench.measure_text
+    real = TableRun.measure_text
 
-    def measure(self: Bench, job: Job) -> Line:
+    def measure(self: TableRun, job: Job) -> Line:
         if len(self.results.texts) == n - 1:
             raise error
         return real(self, job)
 
-    monkeypatch.setattr(Bench, "measure_text", measure)
+    monkeypatch.setattr(TableRun, "measure_text", measure)
 
 
 def test_an_interrupted_table_keeps_its_results(
@@ -335,7 +335,7 @@ def test_setup_time_counts_only_the_models_that_a_method_loads(
     cases = [Case(row, "builtin", 2, 4, 0.0) for row in ("ar", "linear", "hf-ar")]
     head, args = make_head(cases, 1), build_parser().parse_args([])
     plan = Plan(args, head, pair, None, {"builtin": [[3, 1]]}, 2, False)
-    table = Bench(plan, Results(head), tmp_path / "r.jsonl")
+    table = TableRun(plan, Results(head), tmp_path / "r.jsonl")
     table.warm_up(cases)
     ar, linear, hf = table.setup_s.values()
     assert 20 <= hf < 50 <= ar < 100 <= linear

@@ -32,7 +32,8 @@ from trees import make_tree, path_to
 
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
-from dynatree_lab.engine.scores import SMALL_K, RankedScores, Ranking, Scores, rank_logits
+from dynatree_lab.engine.scores import RankedScores, Ranking, Scores, rank_logits
+from dynatree_lab.methods.sampler import SMALL_K
 from gpt_neox import EMBEDDING
 
 ROOT_ONLY = make_tree([7], [-1])

@@ -20,8 +20,8 @@ from test_trace import data_of
 import dynatree
 import dynatree_lab
 from dynatree_lab.benchmark import measure as bench
-from dynatree_lab.cli.errors import Parser, run_command_line
 from dynatree_lab.cli.main import main
+from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.cli.start import run_program
 
 OPTIONS = ["--prompt", "The ship sailed at dawn", "--ignore-eos", "--threads", "1"]

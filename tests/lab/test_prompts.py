@@ -18,7 +18,7 @@ from dynatree_lab.benchmark import prompts
 from dynatree_lab.benchmark.prompts import cut_prompts, load_prompts, script_prompts
 from dynatree_lab.cli.prompts import read_prompts, read_text
 from dynatree_lab.errors import UsageError
-from dynatree_lab.pair import load_tokenizer
+from dynatree_lab.tokens import load_tokenizer
 
 LONG = "word " * 50
 WIKITEXT = f" \n = Title = \n \n {LONG}\n more of it \n \n = = Part = = \n \n short \n \n {LONG}\n"

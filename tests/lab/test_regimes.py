@@ -8,7 +8,8 @@ from small import ROOT, Captured
 from test_results import AR, make_head, make_text, write_results
 
 from dynatree_lab.benchmark.regimes import (
-    RUNS,
+    GIVEN_RUN,
+    TITLES,
     column_frames,
     less_repetitive,
     load_runs,
@@ -43,7 +44,7 @@ def make_lines(rows: tuple[str, ...], times: StepTimes) -> list[Line]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in RUNS:
+    for name in (*TITLES, GIVEN_RUN):
         rows = {"auto": ("ar", GIVEN), "streamed": ("ar", "auto")}.get(name, ROWS)
         times = STREAMED if name == "streamed" else TIMES
         head = make_head([replace(AR, row=row) for row in rows], 4)

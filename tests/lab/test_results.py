@@ -9,7 +9,7 @@ import pandas
 import pytest
 from small import ROOT
 
-from dynatree_lab.benchmark.cases import COLUMNS, Case
+from dynatree_lab.benchmark.cases import DEFAULT_COLUMNS, Case
 from dynatree_lab.benchmark.hf import UNREPORTED_METRICS
 from dynatree_lab.benchmark.report import (
     DRAWN_NOTE,
@@ -19,6 +19,7 @@ from dynatree_lab.benchmark.report import (
     markdown_lines,
     notes,
     table_of,
+    text_frame,
     text_report,
 )
 from dynatree_lab.benchmark.results import (
@@ -42,7 +43,7 @@ CASES = [AR, replace(AR, row="fixed"), replace(AR, row="hf-assisted")]
 
 
 def make_head(cases: list[Case], n_prompts: int = 3, **others: object) -> Line:
-    head = {"format": FORMAT, "table": "ablation", "title": "", "columns": list(COLUMNS)}
+    head = {"format": FORMAT, "table": "ablation", "title": "", "columns": list(DEFAULT_COLUMNS)}
     head |= {"options": {}, "machine": MACHINE, "load_before": None, "prompts": "builtin"}
     head |= {"n_prompts": {case.dataset: n_prompts for case in cases}}
     return head | {"cases": [asdict(case) for case in cases]} | others
@@ -90,8 +91,12 @@ def write_results(file: Path, lines: list[Line], head: Line | None = None) -> Pa
 
 def rows_of(results: Results, *columns: str) -> list[list[str]]:
     """Return header and rows of a table."""
-    table = table_of(results, columns)
+    table = table_of(results, text_frame(results), columns)
     return [["method", *table.columns], *map(list, table.itertuples(name=None))]
+
+
+def notes_of(results: Results) -> list[str]:
+    return list(notes(results, text_frame(results)))
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ def test_cells_are_medians_with_quartiles_and_speedups_are_by_prompt(results: Re
             line.pop(name, None)
     found = make_results(found, make_head(sampled))
     assert [row[1] for row in rows_of(found, "exact")[1:]] == [""] * 3, "drawn texts are compared"
-    assert list(notes(found)) == [DRAWN_NOTE]
+    assert notes_of(found) == [DRAWN_NOTE]
 
 
 def test_means_and_deviations_are_over_prompts(lines: list[Line]) -> None:
@@ -166,7 +171,7 @@ def test_speedups_are_over_the_baseline_that_is_asked_for(lines: list[Line]) -> 
         ["fixed", "", "", "2/3"],
         ["hf-assisted", "0.58x ± 0.31x", "0.39x", "3/3"],
     ]
-    assert [note[:30] for note in notes(found)] == ["fixed differs from ar on 1 of "]
+    assert [note[:30] for note in notes_of(found)] == ["fixed differs from ar on 1 of "]
 
 
 def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None:
@@ -183,7 +188,7 @@ def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None
     assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "", ""]
     found.step_times = times
     assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "1.00x", ""]
-    printed = " ".join(notes(found))
+    printed = " ".join(notes_of(found))
     assert "passes of 1, 4, 16, 64 rows cost 1.0, 1.5, 4.5, 4.5 passes of one row." in printed
     assert "T_t / T_d, a one-row pass of the target over one of the draft, is 2." in printed
     assert "auto costs=0.0001:0.45:0.0001:0.5" in printed
@@ -192,7 +197,7 @@ def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None
     assert rows_of(found, "predicted")[2][1] == "1.00x"
     found.add(lines[0])
     lines[1]["throughput"], lines[4]["throughput"] = 120.0, 96.0  # all but one are 1.2 times ar's
-    assert list(notes(found))[-1].endswith("more than 10 %: fixed +20%.")
+    assert notes_of(found)[-1].endswith("more than 10 %: fixed +20%.")
 
 
 def test_published_figures_are_shown_next_to_measured_ones(lines: list[Line]) -> None:
@@ -200,35 +205,35 @@ def test_published_figures_are_shown_next_to_measured_ones(lines: list[Line]) ->
     found = make_results(lines, make_head(cases))
     header, *rows = rows_of(found, "throughput_mean", "speedup_mean")
     assert header == ["method", "tok/s mean", "x ar mean", "paper x mean"]
-    assert next(notes(found)) == PUBLISHED_NOTE and [row[-1] for row in rows] == ["", "1.47x", ""]
+    assert notes_of(found)[0] == PUBLISHED_NOTE and [row[-1] for row in rows] == ["", "1.47x", ""]
 
 
 def test_an_unfinished_run_is_shown_as_unfinished(lines: list[Line]) -> None:
     """Check also that a case without texts, a missing ar and a missing metric are no errors, and
     that a wide table continues below with its labels."""
-    assert "UNFINISHED" not in text_report(make_results(lines), COLUMNS, 80)
+    assert "UNFINISHED" not in text_report(make_results(lines), DEFAULT_COLUMNS, 80)
     fixed = lines[1::3]
-    assert rows_of(make_results(fixed), *COLUMNS)[1:] == [
+    assert rows_of(make_results(fixed), *DEFAULT_COLUMNS)[1:] == [
         ["fixed", "80.0 (55.0-140.0)", "", "0.50", ""]
     ]
     del fixed[0]["throughput"]
     found = make_results(fixed)
-    assert rows_of(found, *COLUMNS)[1:] == [["fixed", "", "", "0.50", ""]]
+    assert rows_of(found, *DEFAULT_COLUMNS)[1:] == [["fixed", "", "", "0.50", ""]]
     report = text_report(found, ("tpot", "ttft_mean", "acceptance_rate_mean", "draft_mean"), 50)
     assert report.startswith("UNFINISHED, 3 of 9 texts. ablation: 3 prompts")
     assert report.count("\nfixed ") == 2 and max(map(len, report.splitlines())) <= 50
 
 
 def test_a_note_names_different_texts(results: Results, lines: list[Line]) -> None:
-    assert list(notes(results)) == [
+    assert notes_of(results) == [
         "fixed differs from ar on 1 of 3 texts (first prompt: 2, earliest token: 2, gap in "
         "float32: at most 2.5e-01, near-ties: 0)."
     ]
-    (unknown,) = notes(make_results(lines))  # as if interrupted before the texts were compared
+    (unknown,) = notes_of(make_results(lines))  # as if interrupted before the texts were compared
     assert "earliest token: unknown, gap in float32: unknown, near-ties: 0" in unknown
     lines[-2]["ids_digest"] = "of 3"
     exact = "Every compared text is identical to ar's, token for token."
-    assert list(notes(make_results(lines))) == [exact]
+    assert notes_of(make_results(lines)) == [exact]
 
 
 @pytest.mark.parametrize(
@@ -291,5 +296,5 @@ def test_results_md_shows_the_committed_results() -> None:
     file = "results/main_cpu.jsonl"
     results = load(ROOT / file)
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    table = markdown_lines(table_of(results, COLUMNS))
+    table = markdown_lines(table_of(results, text_frame(results), DEFAULT_COLUMNS))
     assert f"From `{file}`. {caption(results)}\n\n" + "\n".join(table) + "\n\n" in page

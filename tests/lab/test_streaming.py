@@ -9,7 +9,8 @@ from trees import make_tree
 
 from draft_tree import Tree
 from dynatree import ModelDrafter
-from dynatree_lab.engine.model import FastCache, FastGPTNeoX
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig, Window
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.generation.run import FastRun

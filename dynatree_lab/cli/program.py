@@ -1,4 +1,4 @@
-"""A command line: its parser, one line per user mistake, the exit status, and Ctrl-C.
+"""The frame of every program: its parser, one line per user mistake, the exit status, Ctrl-C.
 
 status = run_command_line(execute, parser, arguments)
 """
