@@ -34,7 +34,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy
-from safetensors import SafetensorError
 
 from draft_tree import Autoregressive, DynaTree, Settings
 from dynatree import (
@@ -249,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         return run(args)
-    except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:
+    except (OSError, ValueError, NonFiniteLogits) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -365,7 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         run(args)
-    except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:
+    except (OSError, ValueError, NonFiniteLogits) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

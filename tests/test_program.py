@@ -194,7 +194,7 @@ MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words
     (MODELS, ("config.json", '{"model_type": "llama"}'), "model: model_type is 'llama', it must"),
     (MODELS, ("tokenizer.json", "{"), "model/tokenizer.json is not a tokenizer: "),
     (MODELS, ("tokenizer.json", Path.unlink), "No such file or directory: 'model/tokenizer.json'"),
-    (MODELS, ("model.safetensors", cut_short), "error: "),
+    (MODELS, ("model.safetensors", cut_short), "error: model/model.safetensors: "),
     (MODELS, ("model.safetensors", plant_nan), "the logits are nan or inf: the model overflows"),
 ]
 
