@@ -162,6 +162,27 @@ def test_settings_are_read_by_their_types() -> None:
     assert parse_settings(DynaTree, []) == DynaTree()
 
 
+OWN = """from __future__ import annotations
+from dataclasses import dataclass
+from draft_tree import DynaTree, setting
+
+@dataclass(frozen=True)
+class Own(DynaTree):
+    width: int = setting(2, 1, 9, "children")
+    is_wide: bool = setting(False, False, True, "more children")
+"""
+
+
+def test_types_may_be_strings() -> None:
+    """Check settings in a file in which every annotation is a string."""
+    names: dict = {"__name__": __name__}
+    exec(OWN, names)
+    found = parse_settings(names["Own"], ["width=3", "is_wide=on", "tau=0.5"])
+    assert found == names["Own"](width=3, is_wide=True, tau=0.5)
+    with pytest.raises(ValueError, match="width is 2.5, it must be of type int"):
+        names["Own"](width=2.5)
+
+
 # Mistakes.
 
 

@@ -270,12 +270,14 @@ def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> Non
 
 
 OWN = "import dynatree_lab as lab\nfrom beside import Kind\nlab.METHODS['own'] = Kind\n"
-BESIDE = """from dataclasses import dataclass
+BESIDE = """from __future__ import annotations
+from dataclasses import dataclass
+from draft_tree import setting
 from dynatree_lab.methods.static import Chain
 
 @dataclass(frozen=True)
 class Kind(Chain):
-    pass
+    other: int = setting(1, 0, 9, "a setting whose type is a string here")
 """
 
 
