@@ -47,6 +47,7 @@ from dynatree import (
     make_acceptance,
     measure,
     parse_settings,
+    require_values,
 )
 from gpt_neox import Model, NonFiniteLogits
 
@@ -190,6 +191,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all texts and print the table. Return 1 if a float32 text is wrong, else 0."""
+    require_values(args)
     bench, is_greedy, texts = Bench(args), args.temperature == 0, []
     n_texts = args.rounds * len(bench.prompts) * len(bench.rows)
     with open(args.json or os.devnull, "w", encoding="utf-8") as file:

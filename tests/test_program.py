@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,8 +136,8 @@ def test_a_prompt_is_encoded_as_the_post_processor_says(capsys: Captured, tmp_pa
     options = ["--max-new-tokens", "9", "--method", "ar", "--target", folder, "--prompt"]
     assert printed(capsys, [*options, PROMPT]) == TOKENIZER.decode(expected) + "\n"
     assert expected != greedy_ids(DRAFT, 9)
-    line = error_line(capsys, main, [*options, ""])
-    assert line == "error: the prompt is empty: it has no tokens"
+    with pytest.raises(ValueError, match="the prompt is empty: it has no tokens"):
+        dynatree.encode_prompt("", dynatree.load_tokenizer(folder))
 
 
 def test_metrics_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +199,26 @@ def cut_short(file: Path) -> None:
 
 MODELS = f"--target model --draft {DRAFT}"  # model/ is a copy of the embedded draft
 MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words of the error line
-    ("--max-new-tokens 0", None, "max_new_tokens is 0, it must be at least 1"),
+    ("--max-new-tokens 0", None, "error: --max-new-tokens is 0, it must be at least 1"),
+    ("--method ar --target ''", None, "error: --target is empty"),
+    ("--draft ''", None, "error: --draft is empty"),
+    ("--device ''", None, "error: --device is empty"),
+    ("--prompt ''", None, "error: --prompt is empty"),
+    ("--set N_max=3 --set ''", None, "error: --set is empty"),
     ("--temperature -1", None, "temperature is -1.0, it must be above 0 and finite"),
     ("--temperature 1 --top-p 0", None, "top_p is 0.0, it must be above 0 and at most 1"),
     ("--top-p 0.9", None, "--top-p needs a --temperature above 0"),
-    ("--device cuda:0", None, "--device cuda:0: torch finds no CUDA device"),
+    (
+        "--device cuda:0",
+        None,
+        "--device is cuda:0, it must be cpu, cuda or cuda:N, and torch finds",
+    ),
+    (
+        "--device mps",
+        None,
+        "--device is mps, it must be cpu, cuda or cuda:N, and torch finds 0 CUDA",
+    ),
+    ("--device meta", None, "--device is meta, it must be cpu, cuda or cuda:N"),
     (f"--target {DRAFT}", None, "--target needs a --draft with its tokenizer, or only --method ar"),
     ("--set width=3", None, "width=3: the method's settings are B_min, B_mid, "),
     ("--set tau=x", None, "tau=x: tau must be of type float"),
@@ -234,7 +250,7 @@ def test_a_mistake_is_one_line(
         shutil.copytree(DRAFT, "model")
         file = Path("model", damage[0])
         damage[1](file) if callable(damage[1]) else file.write_text(damage[1])
-    assert words in error_line(capsys, main, ["--prompt", "a", *options.split()])
+    assert words in error_line(capsys, main, ["--prompt", "a", *shlex.split(options)])
 
 
 @pytest.mark.parametrize(
