@@ -375,6 +375,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    sys.stdout.reconfigure(errors="replace")  # characters that the encoding lacks
     args = parse_arguments(arguments)
     try:
         run(args)

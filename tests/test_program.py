@@ -1,5 +1,6 @@
 """Tests of the command line of dynatree.py: text, trees, options, metrics, and mistakes."""
 
+import io
 import json
 import re
 import shlex
@@ -113,6 +114,15 @@ def test_an_incomplete_character_waits_for_its_end(is_at_end: bool, capsys: Capt
     assert "".join(parts) == ("" if is_at_end else text)
     assert "".join(parts) + capsys.readouterr().out == TOKENIZER.decode(ids) + "\n"
     assert is_at_end or len(set(parts)) > 5
+
+
+def test_a_character_that_stdout_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print to a terminal of ASCII. The whole text was once lost."""
+    buffer = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(buffer, "ascii"))
+    monkeypatch.setattr("tokenizers.Tokenizer.decode", lambda *ids, **options: "naïve")
+    assert main([*WORDS, *QUICK]) == 0
+    assert buffer.getvalue() == b"na?ve\n"
 
 
 def write_first_token(folder: Path) -> Path:
