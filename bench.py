@@ -48,6 +48,7 @@ from dynatree import (
     measure,
     parse_settings,
     require_values,
+    split_prompts,
 )
 from gpt_neox import Model, NonFiniteLogits
 
@@ -145,19 +146,16 @@ def choose_rows(names: Sequence[str], added: Sequence[str]) -> dict[str, Setting
 
 
 def choose_prompts(args: argparse.Namespace) -> Sequence[str]:
-    """Return the prompts of the options. A file has one per line: a text, or a JSON object with
-    "prompt". Raises OSError and ValueError."""
+    """Return the prompts of the options. Raises OSError and ValueError."""
     if args.prompt is not None:
         return [args.prompt]
     if args.prompts is None:
         return PROMPTS
-    lines = [line for line in Path(args.prompts).read_text("utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{args.prompts} has no prompt")
     try:
-        return [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{args.prompts}: a line is no object with `prompt`: {error}") from error
+        text = Path(args.prompts).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.prompts} is not UTF-8: {error}") from error
+    return [prompt["prompt"] for prompt in split_prompts(text, args.prompts)[0]]
 
 
 def make_table(texts: Sequence[Text], is_greedy: bool) -> str:
@@ -238,7 +236,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--row", action="append", default=[], help="row of dynatree, as 'tau=0.02'; repeatable")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="text to continue")
-    prompts.add_argument("--prompts", help="file, a prompt per line (default: eight short ones)")
+    prompts.add_argument(
+        "--prompts", help="file of plain text or JSON lines (default: eight texts)"
+    )
     add("--max-new-tokens", type=int, default=64, help="per text (default 64)")
     add("--rounds", type=int, default=1, help="passes over all prompts (default 1)")
     add("--json", help="file to write, with a JSON object per text")

@@ -20,8 +20,10 @@ Shapes: n rows of one level, k candidates of each row, V vocabulary.
 """
 
 import argparse
+import json
 import math
 import operator
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -319,6 +321,59 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
     if all(encoding.special_tokens_mask):  # 1 for each added token
         raise ValueError("the prompt is empty: it has no tokens")
     return encoding.ids
+
+
+def split_prompts(text: str, file: str) -> tuple[list[dict[str, object]], str]:
+    """Return the prompts in the text of a file, each an object with "prompt", and what is one.
+
+    If the text begins with a brace, each line has {"prompt": ...} or {"turns": [...]}. If all lines
+    are JSON strings, each is a prompt. Other text has a prompt in each block between empty lines
+    or, if it is a single block, in each line. Raises ValueError naming the file, and the line.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")  # U+FEFF: the byte order mark
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} has no prompt: it is empty")
+    if re.match(r'\s*\[\s*["{]', text):
+        raise ValueError(f"{file} is a JSON array; use one JSON object per line, or plain text")
+    if is_heading(lines[0][1]):
+        raise ValueError(f"{file} is raw WikiText; use one JSON object per line, or plain text")
+    has_objects = lines[0][1].lstrip().startswith("{")
+    if has_objects or all(is_json_string(line) for _, line in lines):
+        found = [prompt_of(line, f"{file}, line {n}") for n, line in lines]
+        return found, "one per JSON object" if has_objects else "one per JSON string"
+    blocks = [block for block in re.split(r"\n\s*\n", text) if block.strip()]
+    if len(blocks) > 1:
+        return [{"prompt": block.rstrip()} for block in blocks], "one per block"
+    return [{"prompt": line.rstrip()} for _, line in lines], "one per line"
+
+
+def is_heading(line: str) -> bool:
+    """Whether a line is a heading of WikiText, such as " = Title = "."""
+    return line.startswith(" = ") and line.rstrip().endswith(" =")
+
+
+def is_json_string(line: str) -> bool:
+    """Whether a line is a JSON string. One that only begins with a quotation mark is not."""
+    try:
+        return isinstance(json.loads(line), str)
+    except ValueError:
+        return False
+
+
+def prompt_of(line: str, where: str) -> dict[str, object]:
+    """Return the prompt in a line of JSON: the string, the "prompt" of an object or, in the format
+    of MT-bench and Spec-Bench, the first of its "turns". Raises ValueError."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    match found:
+        case {"prompt": str(prompt)} | {"turns": [str(prompt), *_]} if prompt:
+            return found | {"prompt": prompt}
+        case str(prompt) if prompt:
+            return {"prompt": prompt}
+    raise ValueError(f"{where} has no text as `prompt` or as the first of its `turns`")
 
 
 def write(

@@ -142,11 +142,20 @@ def test_a_difference_is_found_with_its_gap() -> None:
     assert found == (2, pytest.approx(best - second, abs=1e-4))
 
 
-def test_prompts_may_be_text_or_json(tmp_path: Path) -> None:
+FILES = [  # the text of a file, its prompts
+    ('\ufeff{"prompt": "A text,\\u2028\\"quoted\\"", "id": 3}\r\n  \n', ['A text,\u2028"quoted"']),
+    ('{"turns": ["One.", "Two."]}\n', ["One."]),
+    ('"One."\n"Two\\nlines."\n', ["One.", "Two\nlines."]),
+    ('One {text}\n{"prompt": "x"}\n', ["One {text}", '{"prompt": "x"}']),
+    ("Two\nlines.\n \n\nOne.\n", ["Two\nlines.", "One."]),
+]
+
+
+@pytest.mark.parametrize(("text", "prompts"), FILES)
+def test_prompts_may_be_text_or_json(text: str, prompts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
-    file.write_text('One text\n{"prompt": "A text, \\"quoted\\"", "id": 3}\n  \n', "utf-8")
-    args = bench.parse_arguments(["--prompts", str(file)])
-    assert bench.choose_prompts(args) == ["One text", 'A text, "quoted"']
+    file.write_bytes(text.encode())
+    assert bench.choose_prompts(bench.parse_arguments(["--prompts", str(file)])) == prompts
     assert bench.choose_prompts(bench.parse_arguments(["--prompt", "x"])) == ["x"]
     assert len(bench.choose_prompts(bench.parse_arguments([]))) == 8
 
@@ -157,8 +166,13 @@ MISTAKES = [  # options, the text of a file named `prompts`, words of the error 
     ("--row 'N_max=8 W=0'", "a", "W is 0, it must be from 1 to 1000"),
     ("--prompts nowhere", "a", "nowhere"),
     ("--prompts prompts", " \n", "prompts has no prompt"),
-    ("--prompts prompts", '{"text": "a"}', "prompts: a line is no object with `prompt`"),
-    ("--prompts prompts", "{", "prompts: a line is no object with `prompt`"),
+    ("--prompts prompts", '{"text": "a"}', "prompts, line 1 has no text as `prompt`"),
+    ("--prompts prompts", '{"prompt": "a"}\n\n{"prompt": 5}', "prompts, line 3 has no text"),
+    ("--prompts prompts", '{"prompt": "a"}\nnull', "prompts, line 2 has no text"),
+    ("--prompts prompts", "{", "prompts, line 1 is not JSON: "),
+    ("--prompts prompts", '[{"prompt": "a"}]', "prompts is a JSON array; use one JSON object per"),
+    ("--prompts prompts", " = Title = \n", "prompts is raw WikiText; use one JSON object per line"),
+    ("--prompts prompts", "\udce9", "prompts is not UTF-8: "),
     ("--prompt ''", "a", "error: --prompt is empty"),
     ("--prompts ''", "a", "error: --prompts is empty"),
     ("--row tau=0.1 --row ''", "a", "error: --row is empty"),
@@ -181,7 +195,7 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("prompts").write_text(text)
+    Path("prompts").write_bytes(text.encode(errors="surrogateescape"))
     models = [] if "--target" in options else QUICK
     assert words in error_line(capsys, main, [*models, *shlex.split(options)])
 
