@@ -28,6 +28,7 @@ exact        of all greedy texts, those whose ids equal ar's
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -190,17 +191,28 @@ def quartiles(values: Sequence[float]) -> list[float]:
 def run(args: argparse.Namespace) -> int:
     """Measure all texts and print the table. Return 1 if a float32 text is wrong, else 0."""
     require_values(args)
+    if args.json and Path(args.json).is_file():
+        raise ValueError(f"--json: {args.json} exists; use another name")
     bench, is_greedy, texts = Bench(args), args.temperature == 0, []
     n_texts = args.rounds * len(bench.prompts) * len(bench.rows)
-    with open(args.json or os.devnull, "w", encoding="utf-8") as file:
-        for text in bench.measure_all():
-            texts.append(text)
-            which = f"{len(texts)}/{n_texts} prompt {text.prompt + 1}, {text.row}"
-            print(f"{which}: {text.metrics}", file=sys.stderr)
-            print(json.dumps(asdict(text)), file=file)
-    print(make_table(texts, is_greedy))
-    print(NOTE if is_greedy else NOTE + SAMPLED_NOTE)
+    try:
+        with open(args.json or os.devnull, "a", encoding="utf-8") as file:
+            for text in bench.measure_all():
+                texts.append(text)
+                which = f"{len(texts)}/{n_texts} prompt {text.prompt + 1}, {text.row}"
+                print(f"{which}: {text.metrics}", file=sys.stderr)
+                print(json.dumps(asdict(text)), file=file, flush=True)
+    finally:  # also after Ctrl-C or SIGTERM
+        if texts := with_ar(texts):
+            print(make_table(texts, is_greedy))
+            print(NOTE if is_greedy else NOTE + SAMPLED_NOTE)
     return 1 if is_greedy and has_wrong_text(bench, texts) and args.dtype == "float32" else 0
+
+
+def with_ar(texts: Sequence[Text]) -> list[Text]:
+    """Return the texts that have one of ar to compare with, which an interrupted turn may lack."""
+    turns = {(text.prompt, text.round) for text in texts if text.row == "ar"}
+    return [text for text in texts if (text.prompt, text.round) in turns]
 
 
 def has_wrong_text(bench: Bench, texts: Sequence[Text]) -> bool:
@@ -241,13 +253,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--max-new-tokens", type=int, default=64, help="per text (default 64)")
     add("--rounds", type=int, default=1, help="passes over all prompts (default 1)")
-    add("--json", help="file to write, with a JSON object per text")
+    add("--json", help="new file, with a JSON object per text")
     add_model_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return run(args)
     except (OSError, ValueError, NonFiniteLogits) as error:

@@ -1,8 +1,11 @@
 """Tests of bench.py: a table end to end, what makes it fair, exactness, and errors of one line."""
 
 import json
+import os
 import re
 import shlex
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,14 @@ from dynatree import Metrics, measure
 DRAFT = str(TINY / "draft")
 QUICK = ["--target", DRAFT, "--draft", DRAFT, "--max-new-tokens", "6"]
 ONE = [*QUICK, "--prompt", "The ship sailed"]
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before() -> Iterator[None]:
+    """Undo that bench.py handles SIGTERM, so that it still ends the tests."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -200,16 +211,43 @@ def test_a_mistake_is_one_line(
     assert words in error_line(capsys, main, [*models, *shlex.split(options)])
 
 
-def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that --json has the texts so far."""
-    file = tmp_path / "texts.jsonl"
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_keeps_its_texts(
+    number: signal.Signals,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
+    """Interrupt the second turn, in which chain comes before ar. Check the lines of --json when the
+    signal comes, and the table, which compares with ar's text on the same prompt."""
+    file, found = tmp_path / "texts.jsonl", []
     real = bench.Bench.measure
 
     def stop(self: bench.Bench, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
-        if row == "chain" and max_new_tokens == 6:  # not in the warm-up
-            raise KeyboardInterrupt
+        if max_new_tokens == 6 and seed == 1 and row == "ar":
+            found.extend(json.loads(line)["row"] for line in file.read_text().splitlines())
+            os.kill(os.getpid(), number)
         return real(self, row, prompt, seed, max_new_tokens)
 
     monkeypatch.setattr(bench.Bench, "measure", stop)
-    assert main([*ONE, "--rows", "chain", "--json", str(file)]) == 130
-    assert json.loads(file.read_text())["row"] == "ar"
+    options = ["--rows", "chain", "--rounds", "2", "--json", str(file)]
+    try:
+        assert main([*ONE, *options]) == status
+    except SystemExit as end:
+        assert end.code == status
+    assert found == ["ar", "chain", "chain"]
+    assert [(row[0], row[-1]) for row in cells(capsys.readouterr().out)[1:]] == [
+        ("ar", "1 of 1"),
+        ("chain", "1 of 1"),
+    ]
+    before = file.read_text()
+    assert f"--json: {file} exists; use another name" in error_line(capsys, main, [*ONE, *options])
+    assert file.read_text() == before
+
+
+def test_a_later_near_tie_hides_no_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch)
+    gaps = iter([2e-4, 5e-5])
+    monkeypatch.setattr(bench, "find_difference", lambda *arguments: (2, next(gaps)))
+    assert main([*ONE, "--rows", "tree,+prune"]) == 1
