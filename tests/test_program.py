@@ -92,6 +92,15 @@ def test_trees_are_drawn_and_the_text_follows(capsys: Captured) -> None:
     assert f"{n_accepted / n:.2f} tokens/iter, {n_rows / n:.1f} rows/tree" in metrics and n_rows > n
 
 
+def test_a_drawn_tree_marks_the_accepted_path(capsys: Captured) -> None:
+    """Check a path that skips a row."""
+    tree = make_tree(TOKENIZER.encode(" the at door her").ids, [-1, 0, 0, 2])
+    steps = iter([Step([1], Tree.from_root(0), [0]), Step([1, 2], tree, [0, 2, 3])])
+    assert len(list(dynatree.show_trees(steps, TOKENIZER))) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tree 1" and [line[-1] for line in lines[1:]] == ["*", "0", "*", "*"]
+
+
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
     free = greedy_ids(DRAFT, 20)
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
