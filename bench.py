@@ -29,13 +29,14 @@ exact        the texts whose ids equal ar's; sampled texts do, because their see
 import argparse
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy
-from safetensors import SafetensorError
 
 from draft_tree import Autoregressive, DynaTree, Settings
 from dynatree import (
@@ -51,6 +52,7 @@ from dynatree import (
     make_acceptance,
     measure,
     parse_settings,
+    require_values,
 )
 from gpt_neox import Model, NonFiniteLogits
 from sampling import Sampler, distance_to_interval, probabilities
@@ -164,19 +166,69 @@ def choose_rows(names: Sequence[str], added: Sequence[str]) -> dict[str, Row]:
 
 
 def choose_prompts(args: argparse.Namespace) -> Sequence[str]:
-    """Return the prompts of the options. A file has one per line: a text, or a JSON object with
-    "prompt". Raises OSError and ValueError."""
+    """Return the prompts of the options. Raises OSError and ValueError."""
     if args.prompt is not None:
         return [args.prompt]
     if args.prompts is None:
         return PROMPTS
-    lines = [line for line in Path(args.prompts).read_text("utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"{args.prompts} has no prompt")
     try:
-        return [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{args.prompts}: a line is no object with `prompt`: {error}") from error
+        text = Path(args.prompts).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{args.prompts} is not UTF-8: {error}") from error
+    return [prompt["prompt"] for prompt in split_prompts(text, args.prompts)[0]]
+
+
+def split_prompts(text: str, file: str) -> tuple[list[dict[str, object]], str]:
+    """Return the prompts in the text of a file, each an object with "prompt", and what is one.
+
+    If the text begins with a brace, each line has {"prompt": ...} or {"turns": [...]}. If all lines
+    are JSON strings, each is a prompt. Other text has a prompt in each block between empty lines
+    or, if it is a single block, in each line. Raises ValueError naming the file, and the line.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")  # U+FEFF: the byte order mark
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} has no prompt: it is empty")
+    if re.match(r'\s*\[\s*["{]', text):
+        raise ValueError(f"{file} is a JSON array; use one JSON object per line, or plain text")
+    if is_heading(lines[0][1]):
+        raise ValueError(f"{file} is raw WikiText; use one JSON object per line, or plain text")
+    has_objects = lines[0][1].lstrip().startswith("{")
+    if has_objects or all(is_json_string(line) for _, line in lines):
+        found = [prompt_of(line, f"{file}, line {n}") for n, line in lines]
+        return found, "one per JSON object" if has_objects else "one per JSON string"
+    blocks = [block for block in re.split(r"\n\s*\n", text) if block.strip()]
+    if len(blocks) > 1:
+        return [{"prompt": block.rstrip()} for block in blocks], "one per block"
+    return [{"prompt": line.rstrip()} for _, line in lines], "one per line"
+
+
+def is_heading(line: str) -> bool:
+    """Whether a line is a heading of WikiText, such as " = Title = "."""
+    return line.startswith(" = ") and line.rstrip().endswith(" =")
+
+
+def is_json_string(line: str) -> bool:
+    """Whether a line is a JSON string. One that only begins with a quotation mark is not."""
+    try:
+        return isinstance(json.loads(line), str)
+    except ValueError:
+        return False
+
+
+def prompt_of(line: str, where: str) -> dict[str, object]:
+    """Return the prompt in a line of JSON: the string, the "prompt" of an object or, in the format
+    of MT-bench and Spec-Bench, the first of its "turns". Raises ValueError."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    match found:
+        case {"prompt": str(prompt)} | {"turns": [str(prompt), *_]} if prompt:
+            return found | {"prompt": prompt}
+        case str(prompt) if prompt:
+            return {"prompt": prompt}
+    raise ValueError(f"{where} has no text as `prompt` or as the first of its `turns`")
 
 
 def make_table(texts: Sequence[Text]) -> str:
@@ -212,19 +264,31 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all texts and print the table. Return 1 if a float32 text is wrong, else 0."""
+    require_values(args)
+    if args.json and Path(args.json).is_file():
+        raise ValueError(f"--json: {args.json} exists; use another name")
     bench, texts = Bench(args), []
     n_texts = args.rounds * len(bench.prompts) * len(bench.rows)
-    with open(args.json or os.devnull, "w", encoding="utf-8") as file:
-        for text in bench.measure_all():
-            texts.append(text)
-            which = f"{len(texts)}/{n_texts} prompt {text.prompt + 1}, {text.row}"
-            print(f"{which}: {text.metrics}", file=sys.stderr)
-            print(json.dumps(asdict(text)), file=file)
-    print(make_table(texts))
-    for rows, note in NOTES.items():
-        if bench.rows.keys() >= set(rows):
-            print(note)
+    try:
+        with open(args.json or os.devnull, "a", encoding="utf-8") as file:
+            for text in bench.measure_all():
+                texts.append(text)
+                which = f"{len(texts)}/{n_texts} prompt {text.prompt + 1}, {text.row}"
+                print(f"{which}: {text.metrics}", file=sys.stderr)
+                print(json.dumps(asdict(text)), file=file, flush=True)
+    finally:  # also after Ctrl-C or SIGTERM
+        if texts := with_ar(texts):
+            print(make_table(texts))
+            for rows, note in NOTES.items():
+                if bench.rows.keys() >= set(rows):
+                    print(note)
     return 1 if has_wrong_text(bench, texts) and args.dtype == "float32" else 0
+
+
+def with_ar(texts: Sequence[Text]) -> list[Text]:
+    """Return the texts that have one of ar to compare with, which an interrupted turn may lack."""
+    turns = {(text.prompt, text.round) for text in texts if text.row == "ar"}
+    return [text for text in texts if (text.prompt, text.round) in turns]
 
 
 def has_wrong_text(bench: Bench, texts: Sequence[Text]) -> bool:
@@ -271,19 +335,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--row", action="append", default=[], help="row of dynatree, as 'tau=0.02'; repeatable")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="text to continue")
-    prompts.add_argument("--prompts", help="file, a prompt per line (default: eight short ones)")
+    prompts.add_argument(
+        "--prompts", help="file of plain text or JSON lines (default: eight texts)"
+    )
     add("--max-new-tokens", type=int, default=64, help="per text (default 64)")
     add("--rounds", type=int, default=1, help="passes over all prompts (default 1)")
-    add("--json", help="file to write, with a JSON object per text")
+    add("--json", help="new file, with a JSON object per text")
     add_model_options(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return run(args)
-    except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:
+    except (OSError, ValueError, NonFiniteLogits) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

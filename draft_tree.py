@@ -26,6 +26,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
+from inspect import get_annotations
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -252,6 +253,10 @@ class Settings:
 
     Raises ValueError naming a setting that has another type or is outside its range.
     """
+
+    def __init_subclass__(cls) -> None:
+        # Types, also where `from __future__ import annotations` makes strings of them
+        cls.__annotations__ = get_annotations(cls, eval_str=True)
 
     def __post_init__(self) -> None:
         for f in fields(self):

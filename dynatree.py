@@ -29,7 +29,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -287,10 +286,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def require_values(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that is empty, as from an unset shell variable, or for a count
+    below 1."""
+    for name, value in vars(args).items():
+        option = f"--{name.replace('_', '-')}"
+        if "" in (value if isinstance(value, list) else [value]):
+            raise ValueError(f"{option} is empty")
+        if name in ("max_new_tokens", "rounds") and value < 1:
+            raise ValueError(f"{option} is {value}, it must be at least 1")
+
+
 def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, GPTNeoX | None]:
     """Return the target and the draft of the options. Raises OSError and ValueError."""
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: torch finds no CUDA device")
+    n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.device not in ("cpu", *["cuda"][:n_cuda], *(f"cuda:{i}" for i in range(n_cuda))):
+        allowed = f"it must be cpu, cuda or cuda:N, and torch finds {n_cuda} CUDA devices"
+        raise ValueError(f"--device is {args.device}, {allowed}")
     if args.target and not args.draft and has_draft:
         raise ValueError("--target needs a --draft with its tokenizer, or only --method ar")
     if args.dtype != "float32":
@@ -369,6 +381,7 @@ def show_trees(steps: Iterator[Step], tokenizer: Tokenizer) -> Iterator[Step]:
 
 def run(args: argparse.Namespace) -> None:
     """Generate and print a text, and its metrics on stderr."""
+    require_values(args)
     settings = parse_settings(METHODS[args.method], args.set)
     target, draft = load_models(args, has_draft=args.method != "ar")
     tokenizer, eos_ids = load_tokenizer(args.target or TINY / "target"), set(target.config.eos_ids)
@@ -389,10 +402,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    sys.stdout.reconfigure(errors="replace")  # characters that the encoding lacks
     args = parse_arguments(arguments)
     try:
         run(args)
-    except (OSError, ValueError, NonFiniteLogits, SafetensorError) as error:
+    except (OSError, ValueError, NonFiniteLogits) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -25,12 +25,14 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 PREFILL_CHUNK = 512  # rows of one pass over a prompt; bounds the [n, S] mask
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_fast": "tanh"}  # F.gelu(approximate=...)
 OUTPUT_HEAD, EMBEDDING = "embed_out.weight", "gpt_neox.embed_in.weight"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INCOMPLETE = "the file is incomplete or a Git LFS pointer; fetch it again"
 ROPE_TYPES = (None, "default")  # supported; None: config.json names no type
 IS_VALID = {  # what config.json may hold: a check for each type of a field in Config
     int: lambda value: type(value) is int and value > 0,
@@ -140,6 +142,43 @@ def read_json(file: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")
     return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights: model.safetensors if it is there, else the files
+    that the index lists, else all safetensors. Raises OSError and ValueError."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
+        return [folder / name for name in shard_names(folder / INDEX)]
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    has = ", ".join(sorted(file.name for file in folder.iterdir()))
+    raise ValueError(f"{folder} has no safetensors, but only {has:.200}")
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the files that an index lists. Raises OSError and ValueError."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(type(name) is str for name in files.values()):
+        raise ValueError(f"{index} has no weight_map that gives each tensor's file")
+    return sorted(set(files.values()))
+
+
+def read_tensors(folder: Path, device: str) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors by their stored names. Raises OSError and ValueError."""
+    tensors, files = {}, {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt", device) as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}: {INCOMPLETE}") from error
+        if twice := found.keys() & tensors.keys():
+            raise ValueError(f"{files[min(twice)]} and {path} both have the tensor {min(twice)}")
+        tensors |= found
+        files |= dict.fromkeys(found, path)
+    return tensors
 
 
 class KVCache:
@@ -305,14 +344,10 @@ class GPTNeoX(nn.Module):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> "GPTNeoX":
-        """Load config.json and all safetensors of a folder or a hub repository. Raises OSError,
-        ValueError and SafetensorError for what is missing, invalid or truncated."""
+        """Load config.json and the safetensors of a folder or a hub repository. Raises OSError and
+        ValueError for what is missing, invalid or truncated."""
         folder = find_checkpoint(name)
-        config = read_config(folder)
-        tensors = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt", str(device)) as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}
+        config, tensors = read_config(folder), read_tensors(folder, str(device))
         for name in tensors:
             if tensors[name].is_floating_point():  # from_tensors refuses weights of other types
                 tensors[name] = tensors[name].to(dtype)

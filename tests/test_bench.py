@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import random
 import re
 import shlex
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,14 @@ from verify import accept_greedy
 DRAFT = str(TINY / "draft")
 QUICK = ["--target", DRAFT, "--draft", DRAFT, "--max-new-tokens", "6"]
 ONE = [*QUICK, "--prompt", "The ship sailed"]
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before() -> Iterator[None]:
+    """Undo that bench.py handles SIGTERM, so that it still ends the tests."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -177,11 +187,20 @@ def test_a_difference_is_found_with_its_gap() -> None:
     assert found == (2, pytest.approx(max(distances), abs=1e-6)) and min(distances) < found[1]
 
 
-def test_prompts_may_be_text_or_json(tmp_path: Path) -> None:
+FILES = [  # the text of a file, its prompts
+    ('\ufeff{"prompt": "A text,\\u2028\\"quoted\\"", "id": 3}\r\n  \n', ['A text,\u2028"quoted"']),
+    ('{"turns": ["One.", "Two."]}\n', ["One."]),
+    ('"One."\n"Two\\nlines."\n', ["One.", "Two\nlines."]),
+    ('One {text}\n{"prompt": "x"}\n', ["One {text}", '{"prompt": "x"}']),
+    ("Two\nlines.\n \n\nOne.\n", ["Two\nlines.", "One."]),
+]
+
+
+@pytest.mark.parametrize(("text", "prompts"), FILES)
+def test_prompts_may_be_text_or_json(text: str, prompts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts"
-    file.write_text('One text\n{"prompt": "A text, \\"quoted\\"", "id": 3}\n  \n', "utf-8")
-    args = bench.parse_arguments(["--prompts", str(file)])
-    assert bench.choose_prompts(args) == ["One text", 'A text, "quoted"']
+    file.write_bytes(text.encode())
+    assert bench.choose_prompts(bench.parse_arguments(["--prompts", str(file)])) == prompts
     assert bench.choose_prompts(bench.parse_arguments(["--prompt", "x"])) == ["x"]
     assert len(bench.choose_prompts(bench.parse_arguments([]))) == 8
 
@@ -192,10 +211,19 @@ MISTAKES = [  # options, the text of a file named `prompts`, words of the error 
     ("--row 'N_max=8 W=0'", "a", "W is 0, it must be from 1 to 1000"),
     ("--prompts nowhere", "a", "nowhere"),
     ("--prompts prompts", " \n", "prompts has no prompt"),
-    ("--prompts prompts", '{"text": "a"}', "prompts: a line is no object with `prompt`"),
-    ("--prompts prompts", "{", "prompts: a line is no object with `prompt`"),
-    ("--prompt ''", "a", "the prompt is empty"),
-    ("--max-new-tokens 0", "a", "max_new_tokens is 0, it must be at least 1"),
+    ("--prompts prompts", '{"text": "a"}', "prompts, line 1 has no text as `prompt`"),
+    ("--prompts prompts", '{"prompt": "a"}\n\n{"prompt": 5}', "prompts, line 3 has no text"),
+    ("--prompts prompts", '{"prompt": "a"}\nnull', "prompts, line 2 has no text"),
+    ("--prompts prompts", "{", "prompts, line 1 is not JSON: "),
+    ("--prompts prompts", '[{"prompt": "a"}]', "prompts is a JSON array; use one JSON object per"),
+    ("--prompts prompts", " = Title = \n", "prompts is raw WikiText; use one JSON object per line"),
+    ("--prompts prompts", "\udce9", "prompts is not UTF-8: "),
+    ("--prompt ''", "a", "error: --prompt is empty"),
+    ("--prompts ''", "a", "error: --prompts is empty"),
+    ("--row tau=0.1 --row ''", "a", "error: --row is empty"),
+    ("--json ''", "a", "error: --json is empty"),
+    ("--max-new-tokens 0", "a", "error: --max-new-tokens is 0, it must be at least 1"),
+    ("--rounds 0", "a", "error: --rounds is 0, it must be at least 1"),
     ("--temperature -1", "a", "temperature is -1.0, it must be above 0"),
     ("--json no/such/folder/x", "a", "no/such/folder/x"),
     ("--target x", "a", "--target needs a --draft"),
@@ -212,21 +240,48 @@ def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("prompts").write_text(text)
+    Path("prompts").write_bytes(text.encode(errors="surrogateescape"))
     models = [] if "--target" in options else QUICK
     assert words in error_line(capsys, main, [*models, *shlex.split(options)])
 
 
-def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Check that --json has the texts so far."""
-    file = tmp_path / "texts.jsonl"
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_keeps_its_texts(
+    number: signal.Signals,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Captured,
+) -> None:
+    """Interrupt the second turn, in which chain comes before ar. Check the lines of --json when the
+    signal comes, and the table, which compares with ar's text on the same prompt."""
+    file, found = tmp_path / "texts.jsonl", []
     real = bench.Bench.measure
 
     def stop(self: bench.Bench, row: str, prompt: int, seed: int, max_new_tokens: int) -> Metrics:
-        if row == "chain" and max_new_tokens == 6:  # not in the warm-up
-            raise KeyboardInterrupt
+        if max_new_tokens == 6 and seed == 1 and row == "ar":
+            found.extend(json.loads(line)["row"] for line in file.read_text().splitlines())
+            os.kill(os.getpid(), number)
         return real(self, row, prompt, seed, max_new_tokens)
 
     monkeypatch.setattr(bench.Bench, "measure", stop)
-    assert main([*ONE, "--rows", "chain", "--json", str(file)]) == 130
-    assert json.loads(file.read_text())["row"] == "ar"
+    options = ["--rows", "chain", "--rounds", "2", "--json", str(file)]
+    try:
+        assert main([*ONE, *options]) == status
+    except SystemExit as end:
+        assert end.code == status
+    assert found == ["ar", "chain", "chain"]
+    assert [(row[0], row[-1]) for row in cells(capsys.readouterr().out)[1:]] == [
+        ("ar", "1 of 1"),
+        ("chain", "1 of 1"),
+    ]
+    before = file.read_text()
+    assert f"--json: {file} exists; use another name" in error_line(capsys, main, [*ONE, *options])
+    assert file.read_text() == before
+
+
+def test_a_later_near_tie_hides_no_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch)
+    gaps = iter([2e-4, 5e-5])
+    monkeypatch.setattr(bench, "find_difference", lambda *arguments: (2, next(gaps)))
+    assert main([*ONE, "--rows", "tree,+prune"]) == 1

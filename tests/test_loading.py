@@ -7,11 +7,20 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import save_file
 from small import TINY, assert_close, random_config, random_tensors, run, write_checkpoint
 from torch import Tensor
 
-from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX, find_checkpoint, read_config
+from gpt_neox import (
+    EMBEDDING,
+    INDEX,
+    OUTPUT_HEAD,
+    SINGLE,
+    Config,
+    GPTNeoX,
+    find_checkpoint,
+    read_config,
+)
 
 PREFIX = list(range(40, 50))
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -219,11 +228,60 @@ def test_an_invalid_tensor_is_named(
     assert str(caught.value).startswith(cause)
 
 
-def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [9000, b"", b"version https://git-lfs.github.com", b"<html>" * 9]
+)
+def test_an_incomplete_file_is_named(content: int | bytes, tmp_path: Path) -> None:
+    """Check a file that is cut to some bytes, or has other content."""
     write_checkpoint(tmp_path, random_config(), random_tensors(random_config(), 15))
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:9000])
-    with pytest.raises(SafetensorError):
+    file.write_bytes(content if isinstance(content, bytes) else file.read_bytes()[:content])
+    with pytest.raises(ValueError, match=f"^{file}: .*: the file is incomplete or a Git LFS poin"):
+        GPTNeoX.from_pretrained(tmp_path)
+
+
+def test_which_files_are_the_checkpoint(tmp_path: Path) -> None:
+    check_which_files(GPTNeoX, tmp_path)
+
+
+def check_which_files(kind: type[GPTNeoX], folder: Path) -> None:
+    """Check shards without an index, with one beside a backup, and beside model.safetensors. All
+    files were once read, and the last one won."""
+    old, new = (random_tensors(random_config(), seed) for seed in (10, 11))
+    old_run, new_run = (run(kind.from_tensors(random_config(), t), PREFIX) for t in (old, new))
+    write_checkpoint(folder, random_config(), {})
+    (folder / SINGLE).unlink()
+    names = sorted(new)
+    shards = {"1.safetensors": names[:9], "2.safetensors": names[9:]}
+    for shard, held in shards.items():
+        save_file({name: new[name] for name in held}, folder / shard)
+    assert torch.equal(run(kind.from_pretrained(folder), PREFIX), new_run)
+    backup = folder / "z.safetensors"
+    save_file(old, backup)
+    with pytest.raises(ValueError, match="1.safetensors.*") as caught:
+        kind.from_pretrained(folder)
+    assert str(backup) in str(caught.value)
+    weight_map = {name: shard for shard, held in shards.items() for name in held}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(run(kind.from_pretrained(folder), PREFIX), new_run)
+    save_file(old, folder / SINGLE)
+    assert torch.equal(run(kind.from_pretrained(folder), PREFIX), old_run)
+
+
+INDEXES = ["{", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "1.safetensors"}}', None]
+
+
+@pytest.mark.parametrize("index", INDEXES)
+def test_what_has_no_weights_is_named(index: str | None, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, random_config(), {})
+    (tmp_path / SINGLE).unlink()
+    if index is not None:
+        (tmp_path / INDEX).write_text(index)
+    with pytest.raises(
+        (OSError, ValueError),
+        match=f"{tmp_path}(/1.safe.*| has no safetensors, but"
+        " only config.json|/model.safetensors.index.json (is not JSON|has no weight_map))",
+    ):
         GPTNeoX.from_pretrained(tmp_path)
 
 

@@ -1,7 +1,9 @@
 """Tests of the command line of dynatree.py: text, trees, options, metrics, and mistakes."""
 
+import io
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,15 @@ def test_trees_are_drawn_and_the_text_follows(capsys: Captured) -> None:
     assert f"{n_accepted / n:.2f} tokens/iter, {n_rows / n:.1f} rows/tree" in metrics and n_rows > n
 
 
+def test_a_drawn_tree_marks_the_accepted_path(capsys: Captured) -> None:
+    """Check a path that skips a row."""
+    tree = make_tree(TOKENIZER.encode(" the at door her").ids, [-1, 0, 0, 2])
+    steps = iter([Step([1], Tree.from_root(0), [0]), Step([1, 2], tree, [0, 2, 3])])
+    assert len(list(dynatree.show_trees(steps, TOKENIZER))) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tree 1" and [line[-1] for line in lines[1:]] == ["*", "0", "*", "*"]
+
+
 def test_eos_ends_the_text_and_is_not_printed(capsys: Captured, tmp_path: Path) -> None:
     free = greedy_ids(DRAFT, 20)
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
@@ -114,6 +125,15 @@ def test_an_incomplete_character_waits_for_its_end(is_at_end: bool, capsys: Capt
     assert is_at_end or len(set(parts)) > 5
 
 
+def test_a_character_that_stdout_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print to a terminal of ASCII. The whole text was once lost."""
+    buffer = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(buffer, "ascii"))
+    monkeypatch.setattr("tokenizers.Tokenizer.decode", lambda *ids, **options: "naïve")
+    assert main([*WORDS, *QUICK]) == 0
+    assert buffer.getvalue() == b"na?ve\n"
+
+
 def write_first_token(folder: Path) -> Path:
     """Write the embedded draft with a tokenizer that begins a sequence with token 7. It also has
     what training code may leave in a file: a longest and a shortest length."""
@@ -135,8 +155,8 @@ def test_a_prompt_is_encoded_as_the_post_processor_says(capsys: Captured, tmp_pa
     options = ["--max-new-tokens", "9", "--method", "ar", "--target", folder, "--prompt"]
     assert printed(capsys, [*options, PROMPT]) == TOKENIZER.decode(expected) + "\n"
     assert expected != greedy_ids(DRAFT, 9)
-    line = error_line(capsys, main, [*options, ""])
-    assert line == "error: the prompt is empty: it has no tokens"
+    with pytest.raises(ValueError, match="the prompt is empty: it has no tokens"):
+        dynatree.encode_prompt("", dynatree.load_tokenizer(folder))
 
 
 def test_metrics_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +184,27 @@ def test_settings_are_read_by_their_types() -> None:
     assert parse_settings(DynaTree, []) == DynaTree()
 
 
+OWN = """from __future__ import annotations
+from dataclasses import dataclass
+from draft_tree import DynaTree, setting
+
+@dataclass(frozen=True)
+class Own(DynaTree):
+    width: int = setting(2, 1, 9, "children")
+    is_wide: bool = setting(False, False, True, "more children")
+"""
+
+
+def test_types_may_be_strings() -> None:
+    """Check settings in a file in which every annotation is a string."""
+    names: dict = {"__name__": __name__}
+    exec(OWN, names)
+    found = parse_settings(names["Own"], ["width=3", "is_wide=on", "tau=0.5"])
+    assert found == names["Own"](width=3, is_wide=True, tau=0.5)
+    with pytest.raises(ValueError, match="width is 2.5, it must be of type int"):
+        names["Own"](width=2.5)
+
+
 # Mistakes.
 
 
@@ -179,11 +220,26 @@ def cut_short(file: Path) -> None:
 
 MODELS = f"--target model --draft {DRAFT}"  # model/ is a copy of the embedded draft
 MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words of the error line
-    ("--max-new-tokens 0", None, "max_new_tokens is 0, it must be at least 1"),
+    ("--max-new-tokens 0", None, "error: --max-new-tokens is 0, it must be at least 1"),
+    ("--method ar --target ''", None, "error: --target is empty"),
+    ("--draft ''", None, "error: --draft is empty"),
+    ("--device ''", None, "error: --device is empty"),
+    ("--prompt ''", None, "error: --prompt is empty"),
+    ("--set N_max=3 --set ''", None, "error: --set is empty"),
     ("--temperature -1", None, "temperature is -1.0, it must be above 0 and finite"),
     ("--temperature 1 --top-p 0", None, "top_p is 0.0, it must be above 0 and at most 1"),
     ("--top-p 0.9", None, "--top-p needs a --temperature above 0"),
-    ("--device cuda:0", None, "--device cuda:0: torch finds no CUDA device"),
+    (
+        "--device cuda:0",
+        None,
+        "--device is cuda:0, it must be cpu, cuda or cuda:N, and torch finds",
+    ),
+    (
+        "--device mps",
+        None,
+        "--device is mps, it must be cpu, cuda or cuda:N, and torch finds 0 CUDA",
+    ),
+    ("--device meta", None, "--device is meta, it must be cpu, cuda or cuda:N"),
     (f"--target {DRAFT}", None, "--target needs a --draft with its tokenizer, or only --method ar"),
     ("--set width=3", None, "width=3: the method's settings are B_min, B_mid, "),
     ("--set tau=x", None, "tau=x: tau must be of type float"),
@@ -196,7 +252,7 @@ MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words
     (MODELS, ("config.json", '{"model_type": "llama"}'), "model: model_type is 'llama', it must"),
     (MODELS, ("tokenizer.json", "{"), "model/tokenizer.json is not a tokenizer: "),
     (MODELS, ("tokenizer.json", Path.unlink), "No such file or directory: 'model/tokenizer.json'"),
-    (MODELS, ("model.safetensors", cut_short), "error: "),
+    (MODELS, ("model.safetensors", cut_short), "error: model/model.safetensors: "),
     (MODELS, ("model.safetensors", plant_nan), "the logits are nan or inf: the model overflows"),
 ]
 
@@ -215,7 +271,7 @@ def test_a_mistake_is_one_line(
         shutil.copytree(DRAFT, "model")
         file = Path("model", damage[0])
         damage[1](file) if callable(damage[1]) else file.write_text(damage[1])
-    assert words in error_line(capsys, main, ["--prompt", "a", *options.split()])
+    assert words in error_line(capsys, main, ["--prompt", "a", *shlex.split(options)])
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ prompts, unit = read_prompts(prompts_file)  # unit: "one per JSON object"
 print(prompts[0]["prompt"])
 """
 
-import json
-import re
 import sys
 from pathlib import Path
 
+from bench import is_heading, split_prompts
 from dynatree_lab.errors import UsageError
 
 Prompt = dict[str, object]  # its text as "prompt", and the other keys of its line of JSON
@@ -41,62 +40,18 @@ def read_stdin() -> bytes | str:
 def read_prompts(file: Path) -> tuple[list[Prompt], str]:
     """Return the prompts of a file, and what is one of them. Raises UsageError.
 
-    The content decides, not the name. If it begins with a brace, each line has {"prompt": ...} or
-    {"turns": [...]}. If all lines are JSON strings, each is a prompt. Other text has a prompt in
-    each block between empty lines or, if it is a single block, in each line. A raw file of WikiText
-    is cut like the dataset.
+    The content decides, not the name (bench.split_prompts). A raw file of WikiText is cut like
+    the dataset.
     """
-    text = read_text(str(file)).replace("\r\n", "\n")
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise UsageError(f"{file} has no prompt: it is empty")
-    if re.match(r'\s*\[\s*["{]', text):
-        raise UsageError(f"{file} is a JSON array; use one JSON object per line, or plain text")
-    first = lines[0][1]
-    has_objects = first.lstrip().startswith("{")
-    if has_objects or all(is_json_string(line) for _, line in lines):
-        found = [prompt_of(line, f"{file}, line {n}") for n, line in lines]
-        return found, "one per JSON object" if has_objects else "one per JSON string"
-    if is_heading(first):
-        if not (found := paragraphs(text)):
-            raise UsageError(f"{file} has no paragraph of at least {MIN_PARAGRAPH} characters")
-        return as_prompts(found), "one per paragraph of WikiText"
-    blocks = [block.rstrip() for block in re.split(r"\n\s*\n", text) if block.strip()]
-    if len(blocks) > 1:
-        return as_prompts(blocks), "one per block"
-    return as_prompts([line.rstrip() for _, line in lines]), "one per line"
-
-
-def as_prompts(texts: list[str]) -> list[Prompt]:
-    return [{"prompt": text} for text in texts]
-
-
-def is_json_string(line: str) -> bool:
-    """Whether a line is a JSON string. One that only begins with a quotation mark is not."""
+    text = read_text(str(file))
     try:
-        return isinstance(json.loads(line), str)
-    except ValueError:
-        return False
-
-
-def prompt_of(line: str, where: str) -> Prompt:
-    """Return the prompt in a line of JSON: the string, the "prompt" of an object or, in the format
-    of MT-bench and Spec-Bench, the first of its "turns". Raises UsageError."""
-    try:
-        found = json.loads(line)
+        if not is_heading(next(filter(str.strip, text.split("\n")), "")):
+            return split_prompts(text, str(file))
     except ValueError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from error
-    match found:
-        case {"prompt": str(prompt)} | {"turns": [str(prompt), *_]} if prompt:
-            return found | {"prompt": prompt}
-        case str(prompt) if prompt:
-            return {"prompt": prompt}
-    raise UsageError(f"{where} has no text as `prompt` or as the first of its `turns`")
-
-
-def is_heading(line: str) -> bool:
-    """Whether a line is a heading of WikiText, such as " = Title = "."""
-    return line.startswith(" = ") and line.rstrip().endswith(" =")
+        raise UsageError(str(error)) from error
+    if not (found := paragraphs(text)):
+        raise UsageError(f"{file} has no paragraph of at least {MIN_PARAGRAPH} characters")
+    return [{"prompt": paragraph} for paragraph in found], "one per paragraph of WikiText"
 
 
 def paragraphs(text: str) -> list[str]:

@@ -26,11 +26,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import gpt_neox
-from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
+from gpt_neox import EMBEDDING, INCOMPLETE, INDEX, OUTPUT_HEAD, SINGLE, Config, GPTNeoX, shard_names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALIASES = {"lm_head.weight": OUTPUT_HEAD}  # stored names and the published names they stand for
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 # Settings of generation_config.json that change transformers' text, with their defaults there: in
 # any case, only if do_sample is true, and only if num_beams is above 1
@@ -150,8 +149,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        why = "the file is incomplete or a Git LFS pointer; fetch it again"
-        raise CheckpointError(f"{file}: {first_line(error)}: {why}") from error
+        raise CheckpointError(f"{file}: {first_line(error)}: {INCOMPLETE}") from error
     except (OSError, ValueError) as error:
         line = first_line(error)
         raise CheckpointError(line if str(file) in line else f"{file}: {line}") from error
@@ -219,7 +217,7 @@ def find_tensors(
                 if shape != allowed[name]:
                     raise ValueError(f"{name} is {shape}, by config.json {allowed[name]}")
                 if name in files:
-                    raise ValueError(f"the tensor {name} is stored a second time")
+                    raise ValueError(f"{name} is stored a second time, as in {files[name][0]}")
                 files[name] = file, stored_name
     for name in shapes:
         if name not in files:
@@ -264,18 +262,6 @@ class StoredTensors(Mapping):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return model.safetensors, or the shards that the index lists. Raises CheckpointError."""
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if (folder / INDEX).exists():
-        return [folder / name for name in shard_names(folder / INDEX)]
-    has = ", ".join(sorted(file.name for file in folder.iterdir()))
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}, but only {has:.200}")
-
-
-def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index lists. Raises CheckpointError."""
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(type(name) is str for name in files.values()):
-        raise CheckpointError(f"{index} has no weight_map that gives each tensor's file")
-    return sorted(set(files.values()))
+    """Return the files of a checkpoint's weights. Raises CheckpointError."""
+    with reading(folder):
+        return gpt_neox.weight_files(folder)

@@ -31,6 +31,7 @@ from test_loading import (
     check_newer_head_name,
     check_no_attention_bias,
     check_tied_embeddings,
+    check_which_files,
 )
 from torch import Tensor
 
@@ -92,6 +93,10 @@ def test_unused_settings_of_the_target_are_one_note(tmp_path: Path, capsys: Capt
 
 def test_the_newer_name_of_the_output_head(tmp_path: Path) -> None:
     check_newer_head_name(FastGPTNeoX, tmp_path)
+
+
+def test_which_files_are_the_checkpoint(tmp_path: Path) -> None:
+    check_which_files(FastGPTNeoX, tmp_path)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -196,7 +201,7 @@ def test_a_damaged_folder_is_one_clear_line(
 
 OTHERS = [  # config.json of a head or model of another kind, the error
     ({"model_type": "llama", "num_hidden_layers": 1}, "model_type is 'llama'"),
-    (PUBLISHED, "has neither .* nor .*, but only config.json, pytorch_model.bin"),
+    (PUBLISHED, "has no safetensors, but only config.json, pytorch_model.bin"),
 ]
 
 

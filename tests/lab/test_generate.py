@@ -104,9 +104,11 @@ def test_tokens_before_a_non_finite_row_are_kept(accept: Acceptance | None) -> N
 def test_an_overflow_in_the_prompt_is_an_error(
     prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynatree_lab.engine.cache.PREFILL_CHUNK", 2)
-    with pytest.raises(NonFiniteLogits):
-        next(write(broken_at(9, FastGPTNeoX), None, Autoregressive(), 5, prompt))
+    for module in ("dynatree_lab.engine.cache", "dynatree_lab.generation.run", "gpt_neox"):
+        monkeypatch.setattr(f"{module}.PREFILL_CHUNK", 2)
+    for kind in (GPTNeoX, FastGPTNeoX):
+        with pytest.raises(NonFiniteLogits):
+            next(write(broken_at(9, kind), None, Autoregressive(), 5, prompt))
 
 
 @pytest.mark.parametrize("method", METHODS)

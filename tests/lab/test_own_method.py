@@ -56,6 +56,8 @@ class Counting(ModelDrafter):
 class Repeating(Drafter):
     """Proposes each token again, without a draft model."""
 
+    temperature = 1.0  # for ModelDrafter.choose
+
     def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         return ModelDrafter.choose(self, one_hot([tree.tokens[row] for row in rows]), 1)
 
@@ -270,12 +272,14 @@ def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> Non
 
 
 OWN = "import dynatree_lab as lab\nfrom beside import Kind\nlab.METHODS['own'] = Kind\n"
-BESIDE = """from dataclasses import dataclass
+BESIDE = """from __future__ import annotations
+from dataclasses import dataclass
+from draft_tree import setting
 from dynatree_lab.methods.static import Chain
 
 @dataclass(frozen=True)
 class Kind(Chain):
-    pass
+    other: int = setting(1, 0, 9, "a setting whose type is a string here")
 """
 
 
