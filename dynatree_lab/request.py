@@ -20,7 +20,7 @@ from dynatree_lab.generation.generate import Step, checked_ids, generate
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
 from dynatree_lab.pair import Pair, length_warning
-from dynatree_lab.tokens import encode_prompt
+from dynatree_lab.tokens import encode_prompt, known_ids
 from verify import Acceptance
 
 
@@ -118,10 +118,12 @@ def make_request(
     needs_draft = (config.method_with(own) if own else config.method).needs_draft
     if needs_draft and "drafter" not in objects and pair.draft is None:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
+    n_ids = pair.target.config.vocab_size
     if before:  # inside a text, nothing is added
-        ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        new = pair.tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = [*before, *known_ids(new, pair.tokenizer, n_ids)]
     else:
-        ids = encode_prompt(prompt, pair.tokenizer)
+        ids = encode_prompt(prompt, pair.tokenizer, n_ids)
     eos_ids, stop = options.get("eos_ids"), options.get("stop", ())
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
     stops = (stop,) if isinstance(stop, str | int | None) else tuple(stop)

@@ -269,8 +269,8 @@ def progress_bar(jobs: Sequence[Job]) -> tqdm:
 def run_table(bench: Bench) -> int:
     """Measure a table and print it, also if the run is interrupted or fails.
 
-    Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
-    float32 text differs without a tie; else 0.
+    Returns the exit status: 130 if interrupted; 2 if a prompt is invalid; 1 if a strict text
+    differs from its reference, or a float32 text differs without a tie; else 0.
     """
     try:
         bench.measure_all()
@@ -282,6 +282,8 @@ def run_table(bench: Bench) -> int:
             print_table(bench.results, bench.results.head["columns"], bench.args.format)
         if bench.results.texts or bench.results.step_times:
             print_line(f"results in {bench.file}{resume_hint(bench)}")
+    if bench.plan.has_invalid_prompts:
+        return 2
     return 0 if is_exact(bench.results) else 1
 
 

@@ -30,7 +30,7 @@ from dynatree_lab.benchmark.cases import (
 from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
-from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.errors import Parser, command_name, print_line
@@ -70,6 +70,7 @@ class Plan:
     prompts: Prompts
     pass_context: int  # cached tokens at which single passes are timed
     is_memory_table: bool  # measures peak memory, each text in a new process
+    has_invalid_prompts: bool = False  # which were left out
 
 
 def build_parser() -> Parser:
@@ -187,9 +188,11 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         models["head"] = args.head or embedded_head()
         eagle_pair = with_draft(pair, find_checkpoint(models["head"]), pair.draft.dtype)
     check_lengths(cases, pair)
+    n_ids = pair.target.config.vocab_size
+    encoded = [encode_valid(found, pair.tokenizer, n_ids) for found in texts]
     prompts = {
-        part.dataset: choose_prompts(found, pair, part)
-        for part, found in zip(parts, texts, strict=True)
+        part.dataset: choose_prompts(found, part)
+        for part, found in zip(parts, encoded, strict=True)
     }
     all_ids = [prompt for ids in prompts.values() for prompt in ids]
     names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
@@ -211,7 +214,9 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         require_same_conditions(previous.head, head)
     longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
     pass_context = longest + parts[0].new_tokens[0] // 2
-    return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
+    has_invalid = sum(map(len, encoded)) < sum(map(len, texts))
+    given = args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table
+    return Plan(*given, has_invalid_prompts=has_invalid)
 
 
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
@@ -259,12 +264,12 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     warn_of_length(pair, max((c.prompt_tokens + c.new_tokens for c in unwindowed), default=0))
 
 
-def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
+def choose_prompts(encoded: list[list[int]], part: Part) -> list[list[int]]:
     """Return the ids of a part's prompts, cut to its largest length. Print a note if there are too
     few. A single length is a maximum. If there are several, every prompt must reach all of them."""
     max_tokens = max(part.prompt_tokens)
     min_tokens = max_tokens if len(part.prompt_tokens) > 1 else 1
-    prompts = cut_prompts(texts, pair.tokenizer, max_tokens, part.n_prompts, min_tokens)
+    prompts = cut_prompts(encoded, max_tokens, part.n_prompts, min_tokens)
     if len(prompts) < part.n_prompts:
         limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
         print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")

@@ -157,14 +157,15 @@ def choose_prompts(args: argparse.Namespace) -> list[Prompt]:
 def with_prompt(request: Request, text: str, i: int) -> Request:
     """Return the request with prompt i, whose seed is i higher if text is sampled. Warn if the
     sequence is longer than the target was trained for."""
-    sampling, ids = request.config.sampling, encode_prompt(text, request.pair.tokenizer)
+    sampling, pair = request.config.sampling, request.pair
+    ids = encode_prompt(text, pair.tokenizer, pair.target.config.vocab_size)
     if not sampling.is_greedy:
         try:
             sampling = replace(sampling, seed=sampling.seed + i)
         except ValueError as error:
             raise UsageError(f"--{error}") from error
     if request.config.window == FULL_ATTENTION:
-        warn_of_length(request.pair, len(ids) + request.max_new_tokens)
+        warn_of_length(pair, len(ids) + request.max_new_tokens)
     return replace(request, prompt=ids, config=replace(request.config, sampling=sampling))
 
 

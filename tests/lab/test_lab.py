@@ -22,7 +22,6 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.methods.static import Chain
 from dynatree_lab.metrics import token_ids
 from dynatree_lab.pair import Pair, parse_size
-from dynatree_lab.tokens import encode_prompt
 from gpt_neox import GPTNeoX
 from sampling import Sampler
 
@@ -179,7 +178,7 @@ def test_texts_take_the_objects_of_generate(name: str, pair: Pair, tmp_path: Pat
         }[name]
 
     seen: list[Tensor] = []
-    ids, config = encode_prompt(PROMPT, pair.tokenizer), lab.GenerationConfig.parse("dynatree")
+    ids, config = pair.tokenizer.encode(PROMPT).ids, lab.GenerationConfig.parse("dynatree")
     draft = None if name == "drafter" else pair.draft
     steps = list(lab.generate(pair.target, draft, ids, config, 16, **{name: make()}))
     result = lab.write_text(pair, PROMPT, max_new_tokens=16, **{name: make()})
