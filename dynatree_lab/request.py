@@ -35,12 +35,12 @@ class TextOptions(TypedDict, total=False):
     accept: Acceptance
     process: Process
     inspect: Callable[[Tensor], None]
-    temperature: float  # the words of a config may have this and the next five instead
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    draft_temperature: float
+    temperature: float | None  # the words of a config may have this and the next five instead
+    top_k: int | None  # None: the default, as if it were not given
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    draft_temperature: float | None
 
 
 OBJECTS = ("rule", "drafter", "accept", "process", "inspect")  # those of the caller
@@ -100,9 +100,9 @@ def make_request(
         known = f"the keywords are max_new_tokens, {', '.join(TextOptions.__annotations__)}"
         how = 'settings go into the words, such as "dynatree tau=0.01 strict"'
         raise ValueError(f"{name} is no argument; {known}; {how}")
-    if "logprobs" in options and not is_recorded:
+    if options.get("logprobs") is not None and not is_recorded:
         raise ValueError("logprobs has no effect on a stream; use write_text")
-    sampling = {name: value for name, value in options.items() if name in SAMPLING}
+    sampling = {name: options[name] for name in SAMPLING if options.get(name) is not None}
     objects = {name: options[name] for name in OBJECTS if options.get(name) is not None}
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):

@@ -242,6 +242,19 @@ def test_neutral_values_suit_every_temperature(pair: Pair, capsys: Captured) -> 
     assert lab.GenerationConfig.parse("dynatree", *words) == plain.request.config
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed"])
+def test_none_is_the_default(name: str, pair: Pair) -> None:
+    """Check a text, also where the config has the sampling, and a Sampling and a config alone."""
+    default = getattr(lab.Sampling(), name)
+    assert getattr(lab.Sampling(**{name: None}), name) == default
+    assert lab.GenerationConfig.parse("linear", **{name: None}).sampling == lab.Sampling()
+    for config in ("linear", "linear temperature=0.8", SAMPLED):
+        options = {name: None, "draft_temperature": None}
+        plain = "".join(lab.stream_text(pair, PROMPT, config, 6))
+        stream = lab.stream_text(pair, PROMPT, config, 6, logprobs=None, **options)
+        assert "".join(stream) == plain
+
+
 SIZES = [("2G", 2e9), ("500m", 5e8), ("1.5 GiB", 1.5 * 2**30), ("1TB", 1e12), ("4kib", 4096)]
 
 
