@@ -58,7 +58,7 @@ from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, top2_gap
 from dynatree_lab.cli.errors import command_name, print_line, run_command_line
-from dynatree_lab.cli.load import import_files
+from dynatree_lab.cli.load import digest_files, import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
@@ -296,7 +296,9 @@ def resume_hint(bench: Bench) -> str:
     start = command_name("dynatree_lab.benchmark")
     if n_ranks > 1:
         start = f"torchrun --nproc-per-node {n_ranks} -m dynatree_lab.benchmark"
-    resume = shlex.join([f"--resume={bench.file}"])
+    words = [f"--resume={bench.file}"]
+    words += [f"--prompts={bench.args.prompts}"] if bench.args.prompts else []
+    resume = shlex.join(words)
     return f"; {n_missing} texts are missing; resume with: {start} {resume}"
 
 
@@ -316,13 +318,14 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.show is not None:
         require_alone(args, "--show", "--columns", "--format")
-        results = read_results(args.show)
+        results = from_rank_0(load, args.show)
+        import_unchanged(results)
         if not results.texts:
             raise UsageError(f"{args.show} has no texts yet; use --resume to generate them")
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:
-        require_alone(args, "--resume", "--format")
+        require_alone(args, "--resume", "--format", "--load", "--prompts")
         return resume_table(args)
     return measure_table(args)
 
@@ -340,22 +343,41 @@ def measure_table(args: argparse.Namespace) -> int:
 
 
 def resume_table(args: argparse.Namespace) -> int:
-    """Measure the texts that a results file lacks, with the options that it was made with. Raises
-    UsageError if prompts, models or machine are different now."""
+    """Measure the texts that a results file lacks, with the options that it was made with. --load
+    and --prompts say where their files are now. Raises UsageError if prompts, models or machine are
+    different now."""
     file = Path(args.resume)
-    results = read_results(file)
+    results = from_rank_0(load, file)
     options = read_options(results.head)
     options.format = args.format
+    options.prompts = args.prompts or options.prompts
+    options.load = args.load or options.load
+    require_files(options)
+    if not args.load:  # the parser has imported those
+        import_files(options.load or ())
     plan = make_plan(options, results)
     drop_partial_line(file)
     return run_table(Bench(plan, results, file))
 
 
-def read_results(file: str | Path) -> Results:
-    """Return the content of a results file, and import its --load. Raises UsageError."""
-    results = from_rank_0(load, file)
-    import_files(results.head["options"].get("load", ()))
-    return results
+def require_files(options: argparse.Namespace) -> None:
+    """Raise UsageError if a file of a resumed run is not where it was."""
+    named = {file: "--load" for file in options.load or ()}
+    named |= {options.prompts: "--prompts"} if options.prompts else {}
+    for file, option in named.items():
+        if file != "-" and not Path(file).exists():
+            raise UsageError(f"{file} is not there; use {option} to say where it is now")
+
+
+def import_unchanged(results: Results) -> None:
+    """Import the files of --load that are as they were. Print a note on each other one."""
+    for file, digest in results.head["options"].get("load", {}).items():
+        found = digest_files([file])[file] if Path(file).is_file() else None
+        if found == digest:
+            import_files([file])
+        else:
+            what = "has changed since" if found else "is not there"
+            print_line(f"note: {file} {what}; the table is shown without it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

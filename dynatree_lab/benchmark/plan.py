@@ -305,7 +305,8 @@ def require_same_conditions(before: Line, now: Line) -> None:
     for name in ("prompts_sha256", "columns", "cases"):
         if before[name] != now[name]:
             changes.append(f"the {name.removesuffix('_sha256')} have changed")
-    if before["options"].get("load") != now["options"].get("load"):
+    files = (each["options"].get("load", {}) for each in (before, now))
+    if len({tuple(sorted(each.values())) for each in files}) > 1:  # they may have moved
         changes.append("a file of --load has changed")
     if changes:
         raise UsageError(f"--resume: {', '.join(changes)}; use the same conditions or a new file")

@@ -24,6 +24,7 @@ from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie
+from dynatree_lab.methods import METHODS
 
 NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
     "throughput": ("tok/s", "throughput", "{:.1f}"),
@@ -359,7 +360,7 @@ def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Itera
 def skips_acceptance(case: Case) -> bool:
     """Whether a greedy text does not call the acceptance that the method brings, which is for
     sampled text."""
-    if case.is_hf or case.temperature:
+    if case.is_hf or case.temperature or case.method not in METHODS:  # its file is not there
         return False
     method = case.generation_config().method
     return bool(method.facts.acceptance) and not method.make_accept

@@ -34,7 +34,7 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.acceptances import accept_by_token
 from dynatree_lab.methods.rules import facts_of
-from dynatree_lab.methods.static import Chain, Fixed
+from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 from dynatree_lab.pair import Pair
 from verify import Acceptance, accept_greedy
 
@@ -328,9 +328,29 @@ def test_mistakes_with_files(own_file: Path, capsys: Captured) -> None:
         main([*ASK, "--load", str(folder / "broken.py")])
 
 
+def test_a_file_does_not_replace_a_method(own_file: Path, capsys: Captured) -> None:
+    """Check a method of the project, with which --compare compares, and one of another file."""
+    second = own_file.with_name("second.py")
+    for name in ("ar", "own"):
+        second.write_text(BESIDE + f"import dynatree_lab as lab\nlab.METHODS[{name!r}] = Kind\n")
+        words = [*ASK, "--load", str(own_file), "--load", str(second)]
+        line = error_line(capsys, main, words)
+        assert f"second.py: it replaces another method named {name}; use another name" in line
+    assert lab.METHODS["ar"] is PaddedAutoregressive
+
+
+def show_without(file: Path, note: str, capsys: Captured) -> bool:
+    """Whether --show prints the note, and the table of a results file without its method."""
+    lab.METHODS.pop("own")
+    capsys.readouterr()
+    assert measure.main(["--show", str(file)]) == 0 and "own" not in lab.METHODS
+    captured = capsys.readouterr()
+    return note in captured.err and "\nown " in captured.out
+
+
 def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_path: Path) -> None:
-    """Check a table and its file's digest, --show, --resume of a changed file, and the process that
-    measures memory. It takes 4 s: that process loads torch."""
+    """Check a table and its file's digest, --show, --resume of a moved and of a changed file, and
+    the process that measures memory. It takes 4 s: that process loads torch."""
     file = tmp_path / "r.jsonl"
     options = ["--n-prompts", "1", "--max-new-tokens", "6", "--methods", "own", "--output"]
     assert measure.main([*options, str(file), "--load", str(own_file)]) == 0
@@ -339,11 +359,20 @@ def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_pat
     for again, status in [("--show", 0), ("--resume", 0)]:
         del lab.METHODS["own"]
         assert measure.main([again, str(file)]) == status and "own" in lab.METHODS
+    moved = own_file.parent / "below" / own_file.name
+    moved.parent.mkdir()
+    own_file.rename(moved)
+    assert show_without(file, f"note: {path} is not there; the table is shown without it", capsys)
+    line = error_line(capsys, measure.main, ["--resume", str(file)])
+    assert f"{path} is not there; use --load to say where it is now" in line
+    sys.modules.pop("own_method")  # as in another process
+    assert measure.main(["--resume", str(file), "--load", str(moved)]) == 0
+    moved.rename(own_file)
+    sys.modules.pop("own_method")
     own_file.write_text(OWN + "# changed\n")
-    capsys.readouterr()
-    assert "a file of --load has changed" in error_line(
-        capsys, measure.main, ["--resume", str(file)]
-    )
+    assert show_without(file, f"note: {path} has changed since; the table is shown", capsys)
+    line = error_line(capsys, measure.main, ["--resume", str(file)])
+    assert "a file of --load has changed" in line
     options = ["--table", "memory", *options, str(tmp_path / "m"), "--load", str(own_file)]
     assert measure.main(options) == 0
     assert all("own" not in part.rows for part in TABLES["main"].parts)
