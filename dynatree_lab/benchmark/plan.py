@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -56,7 +57,7 @@ PAIR_OF_TABLE = {"streamed": "enlarged_streamed"}
 STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
-PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
+PATHS = ("target", "draft", "head")  # options that may be paths
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,10 @@ def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
 
 
 def recorded_options(args: argparse.Namespace) -> Line:
-    """Return the options that a results file records: all that change what is measured."""
+    """Return the options that a results file records: all that change what is measured. Of the file
+    of prompts it is the name, because others may read the results."""
     given = {name: value for name, value in vars(args).items() if name not in UNRECORDED_OPTIONS}
+    given["prompts"] = args.prompts and Path(args.prompts).name
     return {name: value for name, value in given.items() if value not in (None, False)}
 
 
