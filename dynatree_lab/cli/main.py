@@ -303,7 +303,7 @@ def save_trace(content: dict, page: str | None, trace: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    words = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else map(str, arguments)
     command = [*parser.prog.split(), *words]  # the page shows how to repeat the run
     parser.set_defaults(command=command)
     return run_on_ranks(partial(run_command_line, partial(write, parser), parser, arguments))

@@ -242,6 +242,12 @@ def test_neutral_values_suit_every_temperature(pair: Pair, capsys: Captured) -> 
     assert lab.GenerationConfig.parse("dynatree", *words) == plain.request.config
 
 
+def test_numbers_in_a_command_are_words(capsys: Captured) -> None:
+    words = ["--prompt", PROMPT, "--max-new-tokens", 3, "--method", "ar", "--json"]
+    assert lab.run(words) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 3
+
+
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed"])
 def test_none_is_the_default(name: str, pair: Pair) -> None:
     """Check a text, also where the config has the sampling, and a Sampling and a config alone."""
