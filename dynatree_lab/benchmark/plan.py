@@ -88,8 +88,9 @@ def build_parser() -> Parser:
     words = " ".join(f"[{word}]" for word in options if word != "keep")
     rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
     add("--methods", type=list_of(words_of), metavar="M,...", help=rows)
+    add("--add", type=list_of(words_of), metavar="M,...", help="rows after the table's")
     add_load_option(parser)
-    shown = "columns to show, see --tables (default: the table's)"
+    shown = "columns to show by name or title, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
     add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")

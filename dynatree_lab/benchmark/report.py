@@ -210,9 +210,13 @@ for name in WITH_SPEEDUP:
 
 
 def column(name: str) -> str:
-    """Return the name of a column. Raises argparse.ArgumentTypeError if there is none."""
+    """Return the name of a column, which may be given by its title. Raises
+    argparse.ArgumentTypeError if there is none."""
+    titles = {name: title for name, (title, _) in (COLUMNS | VARIANTS).items()}
+    names = {title.format(baseline="ar"): name for name, title in titles.items()}
+    name = names.get(name, name)
     if name not in COLUMNS | VARIANTS:
-        known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
+        known = f"{', '.join(COLUMNS)}, NAME_mean, NAME_speedup or a title (see --tables)"
         raise argparse.ArgumentTypeError(f"column is {name!r}, it must be one of {known}")
     return name
 
