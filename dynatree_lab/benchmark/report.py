@@ -23,8 +23,8 @@ from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
-from dynatree_lab.cli.compare import is_tie
-from dynatree_lab.methods import METHODS
+from dynatree_lab.cli.compare import is_tie, unknown_distribution
+from dynatree_lab.methods import METHODS, PROJECT_METHODS
 
 NUMBERS = {  # by column: title, metric, format; "ar" in a title stands for the baseline
     "throughput": ("tok/s", "throughput", "{:.1f}"),
@@ -59,8 +59,8 @@ FIELDS.append("root_ranks")  # of table tune
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 SAMPLED_NOTE = (
-    "Sampled texts are not compared with ar's. The tests in tests/ compute the distribution of "
-    "each acceptance by enumeration (docs/method.md)."
+    "Sampled texts are not compared with ar's. The tests compute the distribution of the project's "
+    "methods by enumeration (docs/method.md)."
 )
 
 
@@ -332,6 +332,9 @@ def notes(results: Results) -> Iterator[str]:
         yield "Every greedy text is identical to ar's, token for token."
     if any(case.temperature > 0 for case in results.cases):
         yield SAMPLED_NOTE
+        drawn = [case.method for case in results.cases if case.temperature > 0 and not case.is_hf]
+        if own := [method for method in dict.fromkeys(drawn) if method not in PROJECT_METHODS]:
+            yield f"{unknown_distribution(own)}."
     if unused := dict.fromkeys(case.row for case in results.cases if skips_acceptance(case)):
         yield f"Greedy text does not call the acceptance of {', '.join(unused)}: use --temperature."
     rows = " ".join(case.row for case in results.cases)

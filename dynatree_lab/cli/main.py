@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
+from dynatree_lab.cli.compare import (
+    compare,
+    describe_comparison,
+    is_wrong,
+    reference_of,
+    unknown_distribution,
+)
 from dynatree_lab.cli.errors import (
     Parser,
     command_name,
@@ -211,6 +217,8 @@ def write_one(result: Result, args: argparse.Namespace, others: dict) -> int:
         if args.compare:
             end["compare"] = comparison = compare(request, result.steps)
             print_line(describe_comparison(comparison))
+            if comparison["exact"] is None and args.method not in PROJECT_METHODS:
+                print_line(f"note: {unknown_distribution([args.method])}")
         end["interrupted"] = False
     except Exception as error:
         end["error"] = first_line(error)

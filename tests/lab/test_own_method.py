@@ -34,6 +34,7 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.acceptances import accept_by_token
 from dynatree_lab.methods.rules import facts_of
+from dynatree_lab.methods.sampler import DrawingSampler
 from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 from dynatree_lab.pair import Pair
 from verify import Acceptance, accept_greedy
@@ -262,6 +263,51 @@ def test_exactness_is_not_claimed_for_an_acceptance_that_is_not_called(
     assert note in " ".join(capsys.readouterr().out.split())
     measure.main([*options, str(tmp_path / "b"), "--temperature", "0.8"])
     assert "does not call" not in capsys.readouterr().out
+
+
+def accept_typical(
+    tree: Tree, probs: Tensor, sampler: DrawingSampler, draft_probs: list[Tensor]
+) -> tuple[list[int], list[int]]:
+    """Accept every first child that the target gives more than 0.3. It is lossy."""
+    path, tokens = [0], []
+    for row in range(1, len(tree)):
+        if tree.parents[row] == path[-1] and probs[path[-1]][tree.tokens[row]] > 0.3:
+            path.append(row)
+            tokens.append(tree.tokens[row])
+    return path, [*tokens, sampler.draw(probs[path[-1]])]
+
+
+@dataclass(frozen=True)
+class Typical(Chain):
+    """typical: a lossy acceptance of sampled text."""
+
+    def make_rule(self) -> Rule:
+        rule = super().make_rule()
+        rule.acceptance = accept_typical
+        return rule
+
+
+def test_an_acceptance_of_ones_own_is_not_vouched_for(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that both programs say what is known, and that the function that they name tells a
+    lossy acceptance from an exact one. It takes 3 s: four runs of the programs."""
+    monkeypatch.setitem(lab.METHODS, "typical", Typical)
+    how = "nobody has computed the distribution of this text; lab.distribution_difference(settings,"
+    for method, is_own in (("typical", True), ("linear", False)):
+        words = [*ASK, "--method", method, "--temperature", "0.8", "--compare"]
+        assert main(words) == 0 and (f"note: {method}: {how}" in capsys.readouterr().err) == is_own
+        options = f"--methods {method} --n-prompts 1 --max-new-tokens 6 --temperature 0.8 --output"
+        assert measure.main([*options.split(), str(tmp_path / method)]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (f"{method}: {how}" in printed) == is_own
+        assert "The tests compute the distribution of the project's methods" in printed
+    sampling = lab.Sampling(0.8)
+    assert lab.distribution_difference(Typical(), sampling) > 0.1
+    for settings in (Chain(), Drawn(B=2, tau=0.0)):
+        assert lab.distribution_difference(settings, sampling) < 1e-6
+    with pytest.raises(ValueError, match="the method's acceptance is for greedy text"):
+        lab.distribution_difference(Lossy(), sampling)
 
 
 def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> None:
