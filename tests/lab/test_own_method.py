@@ -15,6 +15,7 @@ from numpy import ndarray
 from small import ROOT, TINY, Captured, error_line
 from torch import Tensor
 
+import dynatree
 import dynatree_lab as lab
 from draft_tree import (
     Candidates,
@@ -206,6 +207,55 @@ def test_a_method_brings_its_drafter(words: str, pair: Pair) -> None:
             assert lab.write_text(head, PROMPT, words, max_new_tokens=24).ids == result.ids
         own = lab.write_text(pair, PROMPT, words, drafter=Repeating(), max_new_tokens=24)
         assert own.ids == result.ids and not any(step.draft_rows for step in own.steps)
+
+
+@dataclass(frozen=True)
+class Leaving(Repeated):
+    """leaving: a drafter that leaves the draft unused, and does not say so."""
+
+    needs_draft = True
+
+    def make_drafter(self, draft: object) -> Drafter:
+        return Repeating()
+
+
+def test_a_drafter_may_leave_the_draft_unused(pair: Pair) -> None:
+    """Check a session as well, whose caches are kept."""
+    config = lab.GenerationConfig(Leaving())
+    session = lab.Session(pair)
+    for words in (config, "dynatree", config):
+        found = session.write(PROMPT, words, max_new_tokens=9)
+    steps = lab.generate(
+        pair.target, None, found.request.prompt, lab.GenerationConfig.parse("ar"), 9
+    )
+    assert found.ids == [token for step in steps for token in step.tokens]
+    assert not any(step.draft_rows or step.draft_overflowed for step in found.steps)
+
+
+@pytest.mark.parametrize("words", ["dynatree", "dynatree calibrate=on"])
+def test_what_is_no_candidates_is_named(words: str, pair: Pair) -> None:
+    class Nothing(Drafter):
+        def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+            return None
+
+    with pytest.raises(
+        ValueError, match="gave NoneType, it must return Candidates of numpy arrays"
+    ):
+        lab.write_text(pair, PROMPT, words, drafter=Nothing())
+
+
+def test_settings_are_no_rule(pair: Pair) -> None:
+    ids, config = pair.tokenizer.encode(PROMPT).ids, lab.GenerationConfig(DynaTree())
+    drafter = ModelDrafter(pair.draft)
+    for write in (
+        lambda rule: lab.write_text(pair, PROMPT, rule=rule),
+        lambda rule: list(lab.generate(pair.target, pair.draft, ids, config, 9, rule=rule)),
+        lambda rule: list(dynatree.generate(pair.target, drafter, ids, rule, 9)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"rule is Fixed\(.*, the settings of one; use .make_rule"
+        ):
+            write(Fixed())
 
 
 def test_a_method_without_a_draft_asks_for_none(
