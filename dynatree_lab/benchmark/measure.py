@@ -372,12 +372,10 @@ def require_files(options: argparse.Namespace) -> None:
 def import_unchanged(results: Results) -> None:
     """Import the files of --load that are as they were. Print a note on each other one."""
     for file, digest in results.head["options"].get("load", {}).items():
-        found = digest_files([file])[file] if Path(file).is_file() else None
-        if found == digest:
+        if Path(file).is_file() and digest_files([file]) == {file: digest}:
             import_files([file])
         else:
-            what = "has changed since" if found else "is not there"
-            print_line(f"note: {file} {what}; the table is shown without it")
+            print_line(f"note: {file} is not there as it was; the table is shown without it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
