@@ -165,7 +165,7 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
     A log-probability above 0, from rounding, becomes 0. nan, from an overflow, becomes -inf. Raises
     ValueError if tokens and log-probabilities are not [n, k], or a token is no id below vocab_size.
     """
-    tokens, logprobs, entropy = found
+    tokens, logprobs, entropy = require_arrays(found)
     if tokens.shape != logprobs.shape or tokens.ndim != 2 or len(tokens) != n or not tokens.size:
         given = f"tokens {list(tokens.shape)} and logprobs {list(logprobs.shape)}"
         raise ValueError(f"a drafter gave {given}, both must be [{n}, k]")
@@ -173,6 +173,15 @@ def checked(found: Candidates, n: int, vocab_size: int) -> Candidates:
         raise ValueError(f"a drafter gave a token outside the target's ids, 0 to {vocab_size - 1}")
     logprobs = numpy.where(numpy.isnan(logprobs), -math.inf, numpy.minimum(logprobs, 0))
     return Candidates(tokens, logprobs.astype(numpy.float32, copy=False), entropy)
+
+
+def require_arrays(found: Candidates) -> Candidates:
+    """Return what a drafter gave. Raises ValueError if it is not Candidates of arrays."""
+    arrays = found[:2] if isinstance(found, Candidates) else ()
+    if not arrays or not all(isinstance(each, ndarray) for each in arrays):
+        given = " and ".join(type(each).__name__ for each in arrays or [found])
+        raise ValueError(f"a drafter gave {given}, it must return Candidates of numpy arrays")
+    return found
 
 
 def passing(level: Level, gates: Gates) -> ndarray:

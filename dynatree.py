@@ -169,6 +169,8 @@ def generate(
         raise ValueError(f"prompt must have at least one id, and all from 0 to {vocab_size - 1}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, it must be at least 1")
+    if isinstance(rule, Settings):
+        raise ValueError(f"rule is {rule!r:.80}, the settings of one; use .make_rule()")
     if rule.is_used:
         raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
     rule.is_used = True

@@ -308,7 +308,7 @@ class Transformer(nn.Module):
 
 def rotary_table(config: Config, n_positions: int, device: torch.device) -> Tensor:
     """Return the rotary embedding of each position, cos + i sin per pair of dimensions: complex64
-    [n_positions, R / 2]. As a complex number, one factor rotates a pair."""
+    [n_positions, R / 2]. So a cache has one table."""
     dims = torch.arange(0, config.rotary_dims, 2, device=device).float()  # [R / 2]
     frequencies = config.rotary_emb_base ** -(dims / config.rotary_dims)
     angles = torch.arange(n_positions, device=device).float()[:, None] * frequencies

@@ -25,6 +25,7 @@ html_page  this data as an HTML page, from the files in page/
 page       the page's parts, in JavaScript
 result     a text in pieces, with its steps, metrics and page; a session of several texts
 folders    new checkpoints, written whole or not at all
+enumeration  the distribution of a method's sampled text, compared with the target's own
 
 cli        the command line
 benchmark  the benchmark of all methods: tables, results files, figures
@@ -48,6 +49,7 @@ PLACES = {  # of each name, the module that has it
     "METHODS": "methods",
     "run": "cli.main",
     "Sampling": "methods.sampler",
+    "distribution_difference": "enumeration",
 }
 __all__ = list(PLACES)
 CORE = ("gpt_neox", "draft_tree", "verify", "sampling", "dynatree")  # modules without a package

@@ -23,7 +23,7 @@ from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.pair import Pair, length_warning
-from dynatree_lab.tokens import encode_prompt
+from dynatree_lab.tokens import encode_prompt, known_ids
 from verify import Acceptance
 
 
@@ -38,13 +38,13 @@ class TextOptions(TypedDict, total=False):
     accept: Acceptance
     process: Process
     inspect: Callable[[Tensor], None]
-    # The fields of Sampling, which the words of a config may have instead
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    draft_temperature: float
+    # The fields of Sampling, which the words of a config may have instead. None: the default
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    draft_temperature: float | None
 
 
 OBJECTS = ("rule", "drafter", "accept", "process", "inspect")  # those of the caller
@@ -130,7 +130,7 @@ def make_request(
         raise ValueError(f"{name} is no argument; {known}; {how}")
     if options.get("logprobs") is not None and not is_recorded:
         raise ValueError("logprobs has no effect on a stream; use write_text")
-    sampling = {name: value for name, value in options.items() if name in SAMPLING}
+    sampling = {name: options[name] for name in SAMPLING if options.get(name) is not None}
     objects = {name: options[name] for name in OBJECTS if options.get(name) is not None}
     for name, value, kind in (("pair", pair, Pair), ("prompt", prompt, str)):
         if not isinstance(value, kind):
@@ -146,10 +146,12 @@ def make_request(
     needs_draft = (config.method_with(own) if own else config.method).needs_draft
     if needs_draft and "drafter" not in objects and pair.draft is None:
         raise ValueError("the pair has no draft: load one, or use ar, lookup or recycle")
+    n_ids = pair.target.config.vocab_size
     if before:  # inside a text, nothing is added
-        ids = [*before, *pair.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        new = pair.tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = [*before, *known_ids(new, pair.tokenizer, n_ids)]
     else:
-        ids = encode_prompt(prompt, pair.tokenizer)
+        ids = encode_prompt(prompt, pair.tokenizer, n_ids)
     eos_ids, stop = options.get("eos_ids"), options.get("stop", ())
     eos_ids = checked_ids("eos_ids", pair.target.config.eos_ids if eos_ids is None else eos_ids)
     stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)

@@ -1,7 +1,7 @@
 """Tokenizers: loading them, encoding prompts, and decoding text while it is generated.
 
 tokenizer = load_tokenizer(Path("models/tiny/target"))
-ids = encode_prompt("She opened the door", tokenizer)
+ids = encode_prompt("She opened the door", tokenizer, n_ids=4096)
 print(TextStream(tokenizer).push(ids))
 """
 
@@ -46,14 +46,25 @@ def require_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
             raise CheckpointError(f"{what}: merge {i} is {own} and {other}")
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, n_ids: int) -> list[int]:
     """Return the ids of a text that begins a sequence, with the tokens that tokenizer.json's
-    post_processor adds. Raises UsageError for a prompt without tokens of its own."""
+    post_processor adds. n_ids: the target's V. Raises UsageError for a prompt without tokens of its
+    own, and those of known_ids."""
     try:
         prompt.encode("utf-8")  # half a surrogate pair, which JSON can have, is no text
-        return dynatree.encode_prompt(prompt, tokenizer)
+        ids = dynatree.encode_prompt(prompt, tokenizer)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return known_ids(ids, tokenizer, n_ids)
+
+
+def known_ids(ids: list[int], tokenizer: Tokenizer, n_ids: int) -> list[int]:
+    """Return ids of a text. Raises UsageError for a token that was added to the tokenizer and not
+    to the target. n_ids: the target's V."""
+    if unknown := [i for i in ids if i >= n_ids]:
+        which = f"{tokenizer.id_to_token(unknown[0])!r} has id {unknown[0]}"
+        raise UsageError(f"token {which}, and the target has only {n_ids} ids; leave it out")
+    return ids
 
 
 def ends_bytes(token: int, tokenizer: Tokenizer) -> bool:

@@ -161,6 +161,13 @@ INVALID_CANDIDATES = [
     (Candidates(IDS[0], LOGPROBS[0]), "tokens [2] and logprobs [2], both must be [1, k]"),
     (Candidates(IDS + VOCAB, LOGPROBS), "outside the target's ids, 0 to 31"),
     (Candidates(IDS - 1, LOGPROBS), "outside the target's ids, 0 to 31"),
+    (
+        Candidates([[0]], [[0.0]]),
+        "a drafter gave list and list, it must return Candidates of numpy",
+    ),
+    (Candidates(IDS, torch.zeros(1, 2)), "a drafter gave ndarray and Tensor, it must return"),
+    (torch.zeros(1, 2), "a drafter gave Tensor, it must return Candidates of numpy arrays"),
+    (None, "a drafter gave NoneType, it must return Candidates of numpy arrays"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Tests of sampled text: the target's own distribution, by enumeration, and the top-p set."""
+"""Tests of sampled text: its draws, its seeds and the top-p set."""
 
 import math
 from collections import Counter
@@ -6,13 +6,6 @@ from random import Random
 
 import pytest
 import torch
-from enumeration import (
-    Choices,
-    difference,
-    model_distribution,
-    text_distribution,
-    tiny_model,
-)
 from small import noisy_pair
 from torch import Tensor
 
@@ -32,37 +25,6 @@ def warped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
             p, row[i] = float(row[i]), row[i] * (total < top_p)
             total += p
     return probs / probs.sum(dim=-1, keepdim=True)
-
-
-class ScriptedSampler(Sampler):
-    """A sampler with scripted random choices."""
-
-    def __init__(self, choices: Choices, temperature: float, top_p: float):
-        super().__init__(temperature, top_p)
-        self.choices = choices
-
-    def draw(self, probs: Tensor) -> int:
-        total = float(probs.sum())
-        return self.choices.choose([p / total for p in probs.tolist()])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(("seed", "temperature", "top_p"), [(3, 1.0, 1.0), (5, 0.6, 0.8)])
-def test_sampled_text_has_the_targets_distribution(
-    seed: int, temperature: float, top_p: float
-) -> None:
-    """Enumerate all random choices over several trees, and add up the probabilities per text."""
-    target, draft = tiny_model(seed, 3), tiny_model(seed + 1, 3)
-    settings = DynaTree(B_min=1, B_max=2, tau_l=0.5, tau_h=0.6, rho_stop=0.05, W=1, D0=2, D_max=3)
-
-    def write(choices: Choices) -> tuple[int, ...]:
-        accept = ScriptedSampler(choices, temperature, top_p)
-        drafter, rule = ModelDrafter(draft), settings.make_rule()
-        steps = generate(target, drafter, [0], rule, 4, accept=accept)
-        return tuple(token for step in steps for token in step.tokens)
-
-    expected = model_distribution(target, 4, lambda logits: warped(logits, temperature, top_p))
-    assert difference(text_distribution(write), expected) < 1e-6
 
 
 def test_draws_follow_probabilities_that_need_not_sum_to_one() -> None:

@@ -236,11 +236,11 @@ def choose_part(original: Part, dataset: str, args: argparse.Namespace) -> Part:
 def choose_cases(
     parts: Sequence[Part], args: argparse.Namespace, control: Sequence[str] = ()
 ) -> list[Case]:
-    """Return the cases of these parts: their rows and the control, or those of --methods, at each
-    of their sizes. Raises UsageError."""
+    """Return the cases of these parts: their rows and the control, or those of --methods, then
+    those of --add, at each of their sizes. Raises UsageError."""
     cases = []
     for part in parts:
-        rows = add_references(args.methods or [*part.rows, *control], args)
+        rows = add_references([*(args.methods or [*part.rows, *control]), *(args.add or ())], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
     return cases
 

@@ -46,7 +46,7 @@ from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, dro
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
 from dynatree_lab.cli.compare import first_difference, rounding_gap
-from dynatree_lab.cli.load import import_files
+from dynatree_lab.cli.load import digest_files, import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.cli.program import command_name, print_line, run_command_line
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
@@ -257,8 +257,8 @@ def progress_bar(jobs: Sequence[Job]) -> tqdm:
 def run_table(run: TableRun) -> int:
     """Measure a table and print it, also if the run is interrupted or fails.
 
-    Returns the exit status: 130 if interrupted; 1 if a strict text differs from its reference, or a
-    float32 text differs without a tie; else 0.
+    Returns the exit status: 130 if interrupted; 2 if a prompt is invalid; 1 if a strict text
+    differs from its reference, or a float32 text differs without a tie; else 0.
     """
     try:
         run.measure_all()
@@ -270,6 +270,8 @@ def run_table(run: TableRun) -> int:
             print_table(run.results, run.results.head["columns"], run.args.format)
         if run.results.texts or run.results.step_times:
             print_line(f"results in {run.file}{resume_hint(run)}")
+    if run.plan.has_invalid_prompts:
+        return 2
     return 0 if is_exact(run.results) else 1
 
 
@@ -282,7 +284,9 @@ def resume_hint(run: TableRun) -> str:
     start = command_name("dynatree_lab.benchmark")
     if n_ranks > 1:
         start = f"torchrun --nproc-per-node {n_ranks} -m dynatree_lab.benchmark"
-    resume = shlex.join([f"--resume={run.file}"])
+    words = [f"--resume={run.file}"]
+    words += [f"--prompts={run.args.prompts}"] if run.args.prompts else []
+    resume = shlex.join(words)
     return f"; {n_missing} texts are missing; resume with: {start} {resume}"
 
 
@@ -301,13 +305,14 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.show is not None:
         require_alone(args, "--show", "--columns", "--format")
-        results = read_results(args.show)
+        results = from_rank_0(load, args.show)
+        import_unchanged(results)
         if not results.texts:
             raise UsageError(f"{args.show} has no texts yet; use --resume to generate them")
         print_table(results, args.columns or results.head["columns"], args.format)
         return 0
     if args.resume is not None:
-        require_alone(args, "--resume", "--format")
+        require_alone(args, "--resume", "--format", "--load", "--prompts")
         return resume_table(args)
     return measure_table(args)
 
@@ -325,22 +330,39 @@ def measure_table(args: argparse.Namespace) -> int:
 
 
 def resume_table(args: argparse.Namespace) -> int:
-    """Measure the texts that a results file lacks, with the options that it was made with. Raises
-    UsageError if prompts, models or machine are different now."""
+    """Measure the texts that a results file lacks, with the options that it was made with. --load
+    and --prompts say where their files are now. Raises UsageError if prompts, models or machine are
+    different now."""
     file = Path(args.resume)
-    results = read_results(file)
+    results = from_rank_0(load, file)
     options = read_options(results.head)
     options.format = args.format
+    options.prompts = args.prompts or options.prompts
+    options.load = args.load or options.load
+    require_files(options)
+    if not args.load:  # the parser has imported those
+        import_files(options.load or ())
     plan = make_plan(options, results)
     drop_partial_line(file)
     return run_table(TableRun(plan, results, file))
 
 
-def read_results(file: str | Path) -> Results:
-    """Return the content of a results file, and import its --load. Raises UsageError."""
-    results = from_rank_0(load, file)
-    import_files(results.head["options"].get("load", ()))
-    return results
+def require_files(options: argparse.Namespace) -> None:
+    """Raise UsageError if a file of a resumed run is not where it was."""
+    named = {file: "--load" for file in options.load or ()}
+    named |= {options.prompts: "--prompts"} if options.prompts else {}
+    for file, option in named.items():
+        if file != "-" and not Path(file).exists():
+            raise UsageError(f"{file} is not there; use {option} to say where it is now")
+
+
+def import_unchanged(results: Results) -> None:
+    """Import the files of --load that are as they were. Print a note on each other one."""
+    for file, digest in results.head["options"].get("load", {}).items():
+        if Path(file).is_file() and digest_files([file]) == {file: digest}:
+            import_files([file])
+        else:
+            print_line(f"note: {file} is not there as it was; the table is shown without it")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

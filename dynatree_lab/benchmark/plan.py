@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,7 @@ from dynatree_lab.benchmark.cases import (
 from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
-from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, load_prompts
+from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results
 from dynatree_lab.cli.load import add_load_option, digest_files
@@ -56,7 +57,7 @@ PAIR_OF_TABLE = {"streamed": "enlarged_streamed"}
 STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
-PATHS = ("prompts", "target", "draft", "head")  # options that may be paths
+PATHS = ("target", "draft", "head")  # options that may be paths
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Plan:
     prompts: Prompts
     pass_context: int  # cached tokens at which single passes are timed
     is_memory_table: bool  # measures peak memory, each text in a new process
+    has_invalid_prompts: bool = False  # which were left out
 
 
 def build_parser() -> Parser:
@@ -86,8 +88,9 @@ def build_parser() -> Parser:
     words = " ".join(f"[{word}]" for word in options if word != "keep")
     rows = f'table rows, each "method NAME=VALUE ... {words}" (default: the table\'s)'
     add("--methods", type=list_of(words_of), metavar="M,...", help=rows)
+    add("--add", type=list_of(words_of), metavar="M,...", help="rows after the table's")
     add_load_option(parser)
-    shown = "columns to show, see --tables (default: the table's)"
+    shown = "columns to show by name or title, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
     add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")
@@ -151,8 +154,10 @@ def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
 
 
 def recorded_options(args: argparse.Namespace) -> Line:
-    """Return the options that a results file records: all that change what is measured."""
+    """Return the options that a results file records: all that change what is measured. Of the file
+    of prompts it is the name, because others may read the results."""
     given = {name: value for name, value in vars(args).items() if name not in UNRECORDED_OPTIONS}
+    given["prompts"] = args.prompts and Path(args.prompts).name
     return {name: value for name, value in given.items() if value not in (None, False)}
 
 
@@ -187,9 +192,11 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         models["head"] = args.head or embedded_head()
         eagle_pair = with_draft(pair, find_checkpoint(models["head"]), pair.draft.dtype)
     check_lengths(cases, pair)
+    n_ids = pair.target.config.vocab_size
+    encoded = [encode_valid(found, pair.tokenizer, n_ids) for found in texts]
     prompts = {
-        part.dataset: choose_prompts(found, pair, part)
-        for part, found in zip(parts, texts, strict=True)
+        part.dataset: choose_prompts(found, part)
+        for part, found in zip(parts, encoded, strict=True)
     }
     all_ids = [prompt for ids in prompts.values() for prompt in ids]
     names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
@@ -211,7 +218,9 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         require_same_conditions(previous.head, head)
     longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
     pass_context = longest + parts[0].new_tokens[0] // 2
-    return Plan(args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table)
+    has_invalid = sum(map(len, encoded)) < sum(map(len, texts))
+    given = args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table
+    return Plan(*given, has_invalid_prompts=has_invalid)
 
 
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
@@ -259,12 +268,12 @@ def check_lengths(cases: Sequence[Case], pair: Pair) -> None:
     warn_of_length(pair, max(lengths, default=0))
 
 
-def choose_prompts(texts: list[str], pair: Pair, part: Part) -> list[list[int]]:
+def choose_prompts(encoded: list[list[int]], part: Part) -> list[list[int]]:
     """Return the ids of a part's prompts, cut to its largest length. Print a note if there are too
     few. A single length is a maximum. If there are several, every prompt must reach all of them."""
     max_tokens = max(part.prompt_tokens)
     min_tokens = max_tokens if len(part.prompt_tokens) > 1 else 1
-    prompts = cut_prompts(texts, pair.tokenizer, max_tokens, part.n_prompts, min_tokens)
+    prompts = cut_prompts(encoded, max_tokens, part.n_prompts, min_tokens)
     if len(prompts) < part.n_prompts:
         limit = f" of {min_tokens} tokens or more" if min_tokens > 1 else ""
         print_line(f"note: {part.dataset} has {len(prompts)} prompts{limit}, not {part.n_prompts}")
@@ -300,7 +309,8 @@ def require_same_conditions(before: Line, now: Line) -> None:
     for name in ("prompts_sha256", "columns", "cases"):
         if before[name] != now[name]:
             changes.append(f"the {name.removesuffix('_sha256')} have changed")
-    if before["options"].get("load") != now["options"].get("load"):
+    files = (each["options"].get("load", {}) for each in (before, now))
+    if len({tuple(sorted(each.values())) for each in files}) > 1:  # they may have moved
         changes.append("a file of --load has changed")
     if changes:
         raise UsageError(f"--resume: {', '.join(changes)}; use the same conditions or a new file")

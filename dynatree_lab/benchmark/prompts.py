@@ -4,7 +4,8 @@ A dataset that cannot be fetched is an error that names the alternatives.
 
     texts = load_prompts("wikitext2", None)
     texts = load_prompts("wikitext2-script", None)  # as the script of DynaTree's authors reads them
-    prompts = cut_prompts(texts, tokenizer, n_tokens=150, n_prompts=8)
+    ids = encode_valid(texts, tokenizer, n_ids=4096)
+    prompts = cut_prompts(ids, n_tokens=150, n_prompts=8)
 """
 
 import codecs
@@ -114,15 +115,26 @@ def fetch_url(url: str, headers: dict[str, str] | None = None) -> bytes:
         raise UsageError(f"pg19: {url} cannot be fetched: {error}; {others}") from error
 
 
+def encode_valid(texts: Sequence[str], tokenizer: Tokenizer, n_ids: int) -> list[list[int]]:
+    """Return the ids of the texts that are valid prompts. Print a line for each other one. n_ids:
+    the target's V."""
+    found = []
+    for i, text in enumerate(texts, start=1):
+        try:
+            found.append(encode_prompt(text, tokenizer, n_ids))
+        except UsageError as error:
+            print_line(f"error: prompt {i} of {len(texts)}: {error}")
+    return found
+
+
 def cut_prompts(
-    texts: list[str], tokenizer: Tokenizer, n_tokens: int, n_prompts: int, min_tokens: int = 1
+    encoded: Sequence[list[int]], n_tokens: int, n_prompts: int, min_tokens: int = 1
 ) -> list[list[int]]:
     """Return the ids of n_prompts texts, or of all if there are fewer, each cut to n_tokens.
 
     They are evenly spaced among the texts of at least min_tokens. Raises UsageError if there is no
     such text.
     """
-    encoded = [encode_prompt(text, tokenizer) for text in texts]
     usable = [ids[:n_tokens] for ids in encoded if len(ids) >= min_tokens]
     if not usable:
         raise UsageError(f"the dataset has no prompt of {min_tokens} tokens or more")

@@ -2,7 +2,8 @@
 
 An enlarged target writes the embedded pair's text with the embedded pair's trees. So the rows of
 every pass are known, and the speed over a target that takes seconds per pass is predicted from
-times of single passes. The picture is predicted from a model of these times.
+times of single passes. The picture is predicted from a model of these times. The trees of recycle
+and graft may differ, because they read the target's best tokens, whose order rounding may change.
 
     # prints the table, then that of the less repetitive half of the prompts
     python -m dynatree_lab.benchmark.regimes --figure results/regimes.png

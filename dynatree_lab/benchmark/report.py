@@ -22,7 +22,8 @@ from dynatree_lab.benchmark.cases import Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
-from dynatree_lab.cli.compare import is_tie
+from dynatree_lab.cli.compare import is_tie, unknown_distribution
+from dynatree_lab.methods import METHODS, PROJECT_METHODS
 
 NUMBERS = {  # by column: title, metric, format
     "throughput": ("tok/s", "throughput", "{:.1f}"),
@@ -56,8 +57,8 @@ FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 DRAWN_NOTE = (
-    "Sampled texts with drawn candidates have other ids than ar's. The tests in tests/ compute the "
-    "distribution of each method of the project by enumeration (docs/method.md)."
+    "Sampled texts with drawn candidates have other ids than ar's. The tests compute the "
+    "distribution of the project's methods by enumeration (docs/method.md)."
 )
 
 
@@ -214,9 +215,13 @@ VARIANTS |= {
 
 
 def column(name: str) -> str:
-    """Return the name of a column. Raises argparse.ArgumentTypeError if there is none."""
+    """Return the name of a column, which may be given by its title. Raises
+    argparse.ArgumentTypeError if there is none."""
+    titles = {name: title for name, (title, _) in (COLUMNS | VARIANTS).items()}
+    names = {title.format(baseline="ar"): name for name, title in titles.items()}
+    name = names.get(name, name)
     if name not in COLUMNS | VARIANTS:
-        known = f"{', '.join(COLUMNS)}, or NAME_mean or NAME_speedup (see --tables)"
+        known = f"{', '.join(COLUMNS)}, NAME_mean, NAME_speedup or a title (see --tables)"
         raise argparse.ArgumentTypeError(f"column is {name!r}, it must be one of {known}")
     return name
 
@@ -327,6 +332,9 @@ def notes(results: Results, texts: pd.DataFrame) -> Iterator[str]:
         yield "Every compared text is identical to ar's, token for token."
     if any(not case.writes_ar_ids for case in results.cases):
         yield DRAWN_NOTE
+        drawn = [case.method for case in results.cases if not case.writes_ar_ids and not case.is_hf]
+        if own := [method for method in dict.fromkeys(drawn) if method not in PROJECT_METHODS]:
+            yield f"{unknown_distribution(own)}."
     if unused := dict.fromkeys(case.row for case in results.cases if skips_acceptance(case)):
         yield f"Greedy text does not call the acceptance of {', '.join(unused)}: use --temperature."
     if any(case.is_strict for case in results.cases):
@@ -358,7 +366,7 @@ def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Itera
 def skips_acceptance(case: Case) -> bool:
     """Whether a greedy text does not call the acceptance that the method brings, which is for
     sampled text."""
-    if case.is_hf or case.temperature:
+    if case.is_hf or case.temperature or case.method not in METHODS:  # its file is not there
         return False
     method = case.generation_config().method
     return bool(method.facts.acceptance) and not method.make_accept

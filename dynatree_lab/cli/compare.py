@@ -15,7 +15,7 @@ gap                 how far rounding had to reach there, as rounding_gap returns
 is_strict           whether the generation is strict; ar is then strict with as many rows per pass
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dynatree_lab.engine.memory import OutOfMemory
@@ -85,6 +85,12 @@ def describe_ids(found: Comparison) -> str:
         return f"{ids} (not enough memory for the float32 model that shows the gap)"
     kind = "a tie" if is_tie(gap) else "not a tie"
     return f"{ids} (gap {gap:.1e} in float32: {kind})"
+
+
+def unknown_distribution(methods: Iterable[str]) -> str:
+    """Return the note on sampled text of methods that are not the project's."""
+    how = "lab.distribution_difference(settings, sampling) does (docs/python.md)"
+    return f"{', '.join(methods)}: nobody has computed the distribution of this text; {how}"
 
 
 # Options of drafting, which ar has not

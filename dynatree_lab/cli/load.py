@@ -12,6 +12,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
 
 from dynatree_lab.errors import UsageError
+from dynatree_lab.methods import METHODS
 
 
 def add_load_option(parser: argparse._ActionsContainer) -> None:
@@ -32,8 +33,10 @@ def load_files(words: Sequence[str]) -> None:
 
 def import_files(files: Iterable[str]) -> None:
     """Import files as modules that are named by their stems. Raises UsageError for a file that is
-    missing or has the name of another module, and the file's own errors."""
+    missing, has the name of another module or replaces a method of others, and the file's own
+    errors."""
     for file in files:
+        before = dict(METHODS)
         path = Path(file).resolve()
         name = path.stem
         if not path.is_file():
@@ -47,6 +50,11 @@ def import_files(files: Iterable[str]) -> None:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # for its own imports
         loader.exec_module(module)
+        for method, kind in before.items():
+            if METHODS.get(method) is not kind and kind.__module__ != name:
+                METHODS.update(before)
+                what = f"it replaces another method named {method}"
+                raise UsageError(f"--load {file}: {what}; use another name")
 
 
 def digest_files(files: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dynatree_lab.cli.compare import compare, describe_comparison, is_wrong, reference_of
+from dynatree_lab.cli.compare import (
+    compare,
+    describe_comparison,
+    is_wrong,
+    reference_of,
+    unknown_distribution,
+)
 from dynatree_lab.cli.load import add_load_option
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -157,14 +163,15 @@ def choose_prompts(args: argparse.Namespace) -> list[Prompt]:
 def with_prompt(request: Request, text: str, i: int) -> Request:
     """Return the request with prompt i, whose seed is i higher if text is sampled. Warn if the
     sequence is longer than the target was trained for."""
-    sampling, ids = request.config.sampling, encode_prompt(text, request.pair.tokenizer)
+    sampling, pair = request.config.sampling, request.pair
+    ids = encode_prompt(text, pair.tokenizer, pair.target.config.vocab_size)
     if not sampling.is_greedy:
         try:
             sampling = replace(sampling, seed=sampling.seed + i)
         except ValueError as error:
             raise UsageError(f"--{error}") from error
     if request.config.window == FULL_ATTENTION:
-        warn_of_length(request.pair, len(ids) + request.max_new_tokens)
+        warn_of_length(pair, len(ids) + request.max_new_tokens)
     return replace(request, prompt=ids, config=replace(request.config, sampling=sampling))
 
 
@@ -210,6 +217,8 @@ def write_one(result: Result, args: argparse.Namespace, others: dict) -> int:
         if args.compare:
             end["compare"] = comparison = compare(request, result.steps)
             print_line(describe_comparison(comparison))
+            if comparison["exact"] is None and args.method not in PROJECT_METHODS:
+                print_line(f"note: {unknown_distribution([args.method])}")
         end["interrupted"] = False
     except Exception as error:
         end["error"] = first_line(error)
@@ -302,7 +311,7 @@ def save_trace(content: dict, page: str | None, trace: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    words = sys.argv[1:] if arguments is None else arguments
+    words = sys.argv[1:] if arguments is None else map(str, arguments)
     command = [*parser.prog.split(), *words]  # the page shows how to repeat the run
     parser.set_defaults(command=command)
     return run_on_ranks(partial(run_command_line, partial(write, parser), parser, arguments))

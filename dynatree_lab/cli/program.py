@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        words = sys.argv[1:] if args is None else args
+        words = sys.argv[1:] if args is None else list(map(str, args))
         self.require_no_repeats(words)
         if "--load" in self._option_string_actions:
             load_files(words)  # first, because other options may name their methods

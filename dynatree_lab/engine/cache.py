@@ -86,8 +86,8 @@ class FastCache(KVCache):
         return make_scores(x[wanted:n], logits, config.ranking)
 
     def run_chunk(self, inputs: PassInputs) -> Tensor:
-        """Run a chunk of a prompt, without padding and never strict, and return its last hidden
-        states [n, hidden]."""
+        """Run rows such as a chunk of a prompt, without padding and never strict, and return their
+        last hidden states [n, hidden]."""
         mask = PLAIN.build(inputs, len(inputs.tokens), self.kv)
         tokens, rotary = self.look_up(inputs.tokens, inputs.positions)
         return self.transformer(tokens, rotary, self.kv, inputs.start, mask)

@@ -47,6 +47,8 @@ class FastGPTNeoX(GPTNeoX):
     between the run (generation/run.py) and the cache: it makes one PassInputs of its arguments."""
 
     has_graphs = True  # passes of fixed shapes may be captured as CUDA graphs
+    has_fixed_shapes = False  # passes have a few numbers of rows and slots, as CUDA graphs need it
+    min_rows = 1  # passes of fewer rows are padded
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -88,7 +90,6 @@ class FastGPTNeoX(GPTNeoX):
         # In half precision on a CPU, attention of one row takes twice as long as of two, and
         # oneDNN's products of one or two rows take longer than of four (measured). On CUDA, torch
         # copies the bias of a product of one row, and cannot use its fused kernel (not measured)
-        model.min_rows = 1
         if model.dtype != torch.float32:
             model.min_rows = 2 if model.device.type == "cuda" else 4
         model.has_fixed_shapes = model.device.type == "cuda"
@@ -203,9 +204,12 @@ class FastGPTNeoX(GPTNeoX):
         cache.scores = cache.run(inputs)
         return cache.scores.logits
 
-    def hidden(self, tokens: Tensor, positions: Tensor, cache: FastCache) -> Tensor:
-        """Run a chunk of a prompt and return its last hidden states [n, hidden]."""
-        inputs = cache.place(tokens, positions, None, n_last=0)
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, cache: FastCache, mask: Tensor | None = None
+    ) -> Tensor:
+        """Run n rows, such as a chunk of a prompt, as GPTNeoX.hidden does, and return their last
+        hidden states [n, hidden]."""
+        inputs = cache.place(tokens, positions, mask, n_last=0)
         self.before_pass(cache, inputs)
         return cache.run_chunk(inputs)
 

@@ -45,13 +45,19 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes of this command."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of processes of this command. Raises RanksError if the variables that
+    torchrun sets are not all there, for example because one was left from another program."""
+    n = int(os.environ.get("WORLD_SIZE", "1"))
+    if n > 1 and "RANK" not in os.environ:
+        raise RanksError(
+            f"WORLD_SIZE is {n}, but RANK is not set; use torchrun or unset WORLD_SIZE"
+        )
+    return n
 
 
 def run_on_ranks(program: Callable[[], int]) -> int:
     """Run a program on every rank, and return its exit status."""
-    if world_size() == 1:
+    if "RANK" not in os.environ or world_size() == 1:
         return program()
     store = join()
     try:

@@ -74,7 +74,9 @@ class GenerationConfig:
 
     def method_with(self, rule: Rule) -> Method:
         """Return the method with this rule in place of its own. Raises ValueError if the config
-        does not suit the rule."""
+        does not suit the rule, and for settings in place of a rule."""
+        if hasattr(rule, "make_rule"):
+            raise ValueError(f"rule is {rule!r:.80}, the settings of one; use .make_rule()")
         method = Method(self.settings, rule, calibrate=self.calibrate, costs=self.costs)
         self.require_supported(method)
         return method

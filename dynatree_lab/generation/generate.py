@@ -170,9 +170,9 @@ def require_valid(
 def method_of(rule: Rule, config: GenerationConfig) -> Method:
     """Return the method of a config with the caller's rule. Raises ValueError for a rule that has
     served another text or that config does not support."""
+    method = config.method_with(rule)
     if rule.is_used:
         raise ValueError(f"this {type(rule).__name__} has served another text; make a new rule")
-    method = config.method_with(rule)
     rule.is_used = True
     return method
 

@@ -60,7 +60,7 @@ class KeptCache:
             return n if is_usable else 0
         n = min(n, window.max_length - 1)  # a full cache drops tokens
         if is_strict:
-            # A draft runs the last SMALL_PASS tokens in another kind of pass (FastCache.prefill)
+            # A draft runs the last SMALL_PASS tokens in another kind of pass (FastGPTNeoX.prefill)
             n_run = SMALL_PASS if config.is_draft else 0
             n = max(min(n, self.n_prefilled, len(text) - n_run), 0)
             n -= n % PREFILL_CHUNK

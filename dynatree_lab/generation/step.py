@@ -152,7 +152,7 @@ def step_of(
     commit_ms = (choice.clock.committed - choice.clock.accepted) * 1e3
     verify_ms = choice.target.pop_stats()[0] + commit_ms
     n_cached, draft_rows = 0, []
-    if draft:
+    if draft and draft.cache:  # a method's drafter may leave the draft unused
         n_cached, draft_rows = draft.cache.length, draft.pop_stats()[1]
     return Step(
         tokens=step.tokens,

@@ -27,7 +27,7 @@ import math
 import numpy
 from numpy import ndarray
 
-from draft_tree import Candidates, Tree
+from draft_tree import Candidates, Tree, require_arrays
 from dynatree import Drafter
 from dynatree_lab.methods.rules import are_retrieved
 
@@ -59,7 +59,7 @@ class CalibratedDrafter(Drafter):
     def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
         if rows == [0]:
             self.tokens, self.inputs, self.draft_logprobs = [], [], []
-        candidates = self.drafter.draft(tree, rows, k)
+        candidates = require_arrays(self.drafter.draft(tree, rows, k))
         self.draft_logprobs.append(candidates.logprobs)
         return candidates._replace(logprobs=self.calibrate(candidates))
 

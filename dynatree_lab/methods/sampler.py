@@ -39,7 +39,8 @@ OnTrial = Callable[[int, float, float, float], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling; on one machine, equal settings and seeds give equal texts.
+    """Settings of sampling; on one machine, equal settings and seeds give equal texts. None is a
+    setting's default.
 
     Raises ValueError naming a setting that is out of range.
     """
@@ -56,6 +57,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
+            value = f.default if value is None else value
             if f.type is not bool and value is not None:
                 kind = int if f.type is int else float
                 object.__setattr__(self, f.name, number(f.name, value, kind))

@@ -32,7 +32,7 @@ from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.folders import write_checkpoint
 from dynatree_lab.pair import choose_device, choose_dtype
-from dynatree_lab.tokens import load_tokenizer
+from dynatree_lab.tokens import known_ids, load_tokenizer
 from dynatree_lab.training import draft_training, eagle_training
 from dynatree_lab.training.loop import Progress
 from gpt_neox import Config, GPTNeoX
@@ -54,7 +54,7 @@ def read_ids(files: Sequence[str], folder: Path, config: Config) -> Tensor:
         ids += config.eos_ids[:1]
         for start in range(0, len(text), PIECE):
             ids += tokenizer.encode(text[start : start + PIECE], add_special_tokens=False).ids
-    return torch.tensor(ids)
+    return torch.tensor(known_ids(ids, tokenizer, config.vocab_size))
 
 
 def require_valid(args: Namespace) -> None:

@@ -15,35 +15,29 @@ may change a method's parts first, to check that a state it has learned does not
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
-from enumeration import (
-    Choices,
-    Distribution,
-    ScriptedUniform,
-    Text,
-    difference,
-    every_outcome,
-    model_distribution,
-    text_distribution,
-)
 from fast import Stub
 from torch import Tensor
 
 from draft_tree import Settings, Tree, grow
+from dynatree_lab.enumeration import (
+    CPU,
+    Choices,
+    Distribution,
+    Scripted,
+    Text,
+    every_outcome,
+    given_sampler,
+    model_distribution,
+)
 from dynatree_lab.generation.compose import Parts, compose
-from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.generation.generate import generate
-from dynatree_lab.generation.process import Process
 from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.methods.acceptances import ACCEPTANCES, DrawnAcceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import DrawingSampler, Sampling
-from gpt_neox import KVCache, Model
 from verify import Acceptance
 
-CPU = torch.device("cpu")
 PLAIN = Sampling(1.0)
 Learn = Callable[[Parts], None]  # changes the learned state of a method's parts
 
@@ -51,13 +45,6 @@ Learn = Callable[[Parts], None]  # changes the learned state of a method's parts
 def table_model(table: Tensor) -> Stub:
     """Return a model that is a table [V, V]: row i has the logits after token i."""
     return Stub(lambda tokens, positions: table[tokens], len(table))
-
-
-def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespace:
-    """Return an object that can replace a Sampling that is not greedy; its sampler is given."""
-    top_k_temperature = sampling.top_k_temperature
-    found = {"is_greedy": False, "draws_candidates": True, "top_k_temperature": top_k_temperature}
-    return SimpleNamespace(**found, sampler=lambda _: sampler)
 
 
 class Enumeration:
@@ -182,75 +169,6 @@ def target_distribution(
     table = target_table.clamp(min=-1e30)  # a Stub's logits are its hidden states: never infinite
     warp = sampling.sampler(CPU).target_distribution
     return model_distribution(table_model(table), n_tokens, warp)
-
-
-@torch.inference_mode()
-def difference_by_generate(
-    target: Model,
-    draft: Model,
-    settings: Settings,
-    n_tokens: int,
-    sampling: Sampling,
-    process: Process | None = None,
-    acceptance: str | None = None,
-    **options: object,
-) -> float:
-    """Return the total variation between the distribution of `generate` and the target's own, of
-    processed logits if `process` is given. options: other fields of GenerationConfig.
-
-    Unlike Enumeration, this covers real models and what a rule learns from tree to tree.
-    It has more cases, so it can take even fewer ids and tokens.
-    """
-
-    def write(choices: Choices) -> Text:
-        given = given_sampler(sampling, Scripted(sampling, choices))
-        config = GenerationConfig(settings, sampling=given, acceptance=acceptance, **options)
-        steps = generate(target, draft, [0], config, n_tokens, process=process)
-        return tuple(token for step in steps for token in step.tokens)
-
-    own = Processed(target, process) if process else target
-    warp = sampling.sampler(CPU).target_distribution
-    return difference(text_distribution(write), model_distribution(own, n_tokens, warp))
-
-
-class Processed:
-    """A model whose logits are processed, for model_distribution."""
-
-    def __init__(self, model: Model, process: Process):
-        self.model, self.process, self.new_cache = model, process, model.new_cache
-
-    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
-        return self.process(self.model.prefill(tokens, cache), [tokens])
-
-
-class Scripted(DrawingSampler):
-    """A sampler whose random choices are all scripted."""
-
-    def __init__(self, sampling: Sampling, choices: Choices):
-        super().__init__(sampling, CPU)
-        self.choose = choices.choose
-
-    def draw_several(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        ids = torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
-        return ids, probs.gather(1, ids)
-
-    def draw_row(self, probs: list[float], k: int) -> list[int]:
-        """Draw k ids without replacement; impossible ids follow when no possible one is left."""
-        drawn: list[int] = []
-        for _ in range(k):
-            left = [0.0 if i in drawn else p for i, p in enumerate(probs)]
-            total = sum(left)
-            if total > 0:
-                drawn.append(self.choose([p / total for p in left]))
-            else:
-                drawn.append(next(i for i in range(len(probs)) if i not in drawn))
-        return drawn
-
-    def draw(self, probs: Tensor) -> int:
-        return self.draw_row(probs.tolist(), 1)[0]
-
-    def uniform(self) -> "ScriptedUniform":
-        return ScriptedUniform(self.choose)
 
 
 class BonusRecorder(Scripted):

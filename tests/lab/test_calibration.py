@@ -6,13 +6,13 @@ import random
 import numpy
 import pytest
 import torch
-from enumeration import tiny_model
-from every_text import Enumeration, difference_by_generate, draft
+from every_text import Enumeration, draft
 from fast import generate
 from trees import make_tree
 
 from draft_tree import Candidates, Tree
 from dynatree import Drafter
+from dynatree_lab.enumeration import distribution_difference, tiny_model
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.calibration import CalibratedDrafter
 from dynatree_lab.methods.method import Method
@@ -160,7 +160,7 @@ def test_the_distribution_is_the_targets(method: str) -> None:
     level."""
     options = {"calibrate": True, "costs": "0.01:0.1:0.01:0.1"}
     pair, settings = (tiny_model(3, 2), tiny_model(4, 2)), METHODS[method](**SMALL[method])
-    assert difference_by_generate(*pair, settings, 4, Sampling(0.8), **options) < 1e-6
+    assert distribution_difference(settings, Sampling(0.8), 4, models=pair, **options) < 1e-6
 
 
 @pytest.mark.parametrize("method", SMALL)

@@ -14,13 +14,21 @@ import torch
 from fast import noisy_pair
 from growing import random_options, random_settings
 from small import ROOT, TINY, Captured
+from test_sampling import warped
 from torch import Tensor
 
 import dynatree
 import dynatree_lab.generation.generate
-from draft_tree import Autoregressive, Candidates, Settings
+from draft_tree import Autoregressive, Candidates, DynaTree, Settings
 from dynatree_lab.cli.main import build_parser, main
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.enumeration import (
+    Choices,
+    difference,
+    model_distribution,
+    text_distribution,
+    tiny_model,
+)
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods import METHODS
@@ -91,6 +99,37 @@ def test_options_of_the_core_have_the_names_of_the_full_programs(capsys: Capture
         dynatree.main(["--help"])
     names = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
     assert len(names) > 10 and names <= build_parser()._option_string_actions.keys()
+
+
+class ScriptedSampler(Sampler):
+    """A sampler of the core with scripted random choices."""
+
+    def __init__(self, choices: Choices, temperature: float, top_p: float):
+        super().__init__(temperature, top_p)
+        self.choices = choices
+
+    def draw(self, probs: Tensor) -> int:
+        total = float(probs.sum())
+        return self.choices.choose([p / total for p in probs.tolist()])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("seed", "temperature", "top_p"), [(3, 1.0, 1.0), (5, 0.6, 0.8)])
+def test_sampled_text_of_the_core_has_the_targets_distribution(
+    seed: int, temperature: float, top_p: float
+) -> None:
+    """Enumerate all random choices over several trees, and add up the probabilities per text."""
+    target, draft = tiny_model(seed, 3), tiny_model(seed + 1, 3)
+    settings = DynaTree(B_min=1, B_max=2, tau_l=0.5, tau_h=0.6, rho_stop=0.05, W=1, D0=2, D_max=3)
+
+    def write(choices: Choices) -> tuple[int, ...]:
+        accept = ScriptedSampler(choices, temperature, top_p)
+        drafter, rule = dynatree.ModelDrafter(draft), settings.make_rule()
+        steps = dynatree.generate(target, drafter, [0], rule, 4, accept=accept)
+        return tuple(token for step in steps for token in step.tokens)
+
+    expected = model_distribution(target, 4, lambda logits: warped(logits, temperature, top_p))
+    assert difference(text_distribution(write), expected) < 1e-6
 
 
 @pytest.fixture(scope="module")

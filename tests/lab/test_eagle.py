@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from enumeration import tiny_model
-from every_text import PLAIN, difference_by_generate
+from every_text import PLAIN
 from fast import (
     ReferenceHead,
     fix_shapes,
@@ -37,6 +36,7 @@ from dynatree_lab.engine.checkpoint import CheckpointError
 from dynatree_lab.engine.eagle_head import FastHead, load_head
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
+from dynatree_lab.enumeration import distribution_difference, tiny_model
 from dynatree_lab.methods.eagle import EagleDrafter, EagleHead
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive, SpecInfer
 from dynatree_lab.metrics import token_ids
@@ -204,10 +204,10 @@ def test_a_head_without_its_targets_states_is_refused(kind: type[GPTNeoX]) -> No
 
 @pytest.mark.parametrize("settings", [SpecInfer("2:1"), DynaTree(N_max=4)])
 def test_the_distribution_of_sampled_text_is_the_targets(settings: Settings) -> None:
-    """Enumerate all random choices over a head on a tiny target (enumeration.py)."""
+    """Enumerate all random choices over a head on a tiny target."""
     target = tiny_model(1, 3)
     head = make_head(target.state_dict(), 0, ReferenceHead, **vars(target.config))
-    assert difference_by_generate(target, head, settings, 3, PLAIN) < 1e-7
+    assert distribution_difference(settings, PLAIN, models=(target, head)) < 1e-7
 
 
 # Checkpoints.

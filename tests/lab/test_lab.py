@@ -22,7 +22,6 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.methods.static import Chain
 from dynatree_lab.metrics import token_ids
 from dynatree_lab.pair import Pair, parse_size
-from dynatree_lab.tokens import encode_prompt
 from gpt_neox import GPTNeoX
 from sampling import Sampler
 
@@ -185,7 +184,7 @@ def test_texts_take_the_objects_of_generate(name: str, pair: Pair, tmp_path: Pat
         }[name]
 
     seen: list[Tensor] = []
-    ids, config = encode_prompt(PROMPT, pair.tokenizer), lab.GenerationConfig.parse("dynatree")
+    ids, config = pair.tokenizer.encode(PROMPT).ids, lab.GenerationConfig.parse("dynatree")
     draft = None if name == "drafter" else pair.draft
     steps = list(lab.generate(pair.target, draft, ids, config, 16, **{name: make()}))
     result = lab.write_text(pair, PROMPT, max_new_tokens=16, **{name: make()})
@@ -247,6 +246,25 @@ def test_neutral_values_suit_every_temperature(pair: Pair, capsys: Captured) -> 
     assert capsys.readouterr().out == plain.text + "\n"
     words = [f"{name}={value}" for name, value in neutral.items()]
     assert lab.GenerationConfig.parse("dynatree", *words) == plain.request.config
+
+
+def test_numbers_in_a_command_are_words(capsys: Captured) -> None:
+    words = ["--prompt", PROMPT, "--max-new-tokens", 3, "--method", "ar", "--json"]
+    assert lab.run(words) == 0
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed"])
+def test_none_is_the_default(name: str, pair: Pair) -> None:
+    """Check a text, also where the config has the sampling, and a Sampling and a config alone."""
+    default = getattr(lab.Sampling(), name)
+    assert getattr(lab.Sampling(**{name: None}), name) == default
+    assert lab.GenerationConfig.parse("linear", **{name: None}).sampling == lab.Sampling()
+    for config in ("linear", "linear temperature=0.8", SAMPLED):
+        options = {name: None, "draft_temperature": None}
+        plain = "".join(lab.stream_text(pair, PROMPT, config, 6))
+        stream = lab.stream_text(pair, PROMPT, config, 6, logprobs=None, **options)
+        assert "".join(stream) == plain
 
 
 SIZES = [("2G", 2e9), ("500m", 5e8), ("1.5 GiB", 1.5 * 2**30), ("1TB", 1e12), ("4kib", 4096)]

@@ -190,19 +190,21 @@ def test_an_interrupted_table_keeps_its_results(
         assert main([*options, f"--output={file.name}"]) == 130
     captured = capsys.readouterr()
     assert re.search("interrupted\nresults in .*; 3 texts are missing", captured.err)
-    assert (
-        f"; resume with: python -m dynatree_lab.benchmark '--resume={file.name}'\n" in captured.err
-    )
+    resume = f"--resume={file.name}"
+    assert f"; resume with: python -m dynatree_lab.benchmark '{resume}' -" in captured.err
     assert "UNFINISHED" in captured.out
     done = list(load(file).texts.values())
     assert len(done) == 5
     with file.open("a") as stream:
         stream.write('{"row":"lin')
     words = shlex.split(captured.err.rpartition("resume with: ")[2])
-    assert words == ["python", "-m", "dynatree_lab.benchmark", f"--resume={file.name}"]
+    assert words == [*"python -m dynatree_lab.benchmark".split(), resume, "--prompts=p.jsonl"]
+    assert load(file).head["options"]["prompts"] == "p.jsonl"
     Path("below").mkdir()
     monkeypatch.chdir("below")
-    assert main([f"--resume={file}"]) == 0
+    line = error_line(capsys, main, [f"--resume={file}"])
+    assert "p.jsonl is not there; use --prompts to say where it is now" in line
+    assert main([f"--resume={file}", "--prompts", "../p.jsonl"]) == 0
     resumed = load(file)
     monkeypatch.chdir(tmp_path)
     whole, _ = run_bench(tmp_path / "whole.jsonl", options)

@@ -34,7 +34,8 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig
 from dynatree_lab.engine.scores import RankedScores, Ranking, Scores, rank_logits
 from dynatree_lab.methods.sampler import SMALL_K
-from gpt_neox import EMBEDDING
+from gpt_neox import EMBEDDING, GPTNeoX
+from verify import tree_inputs
 
 ROOT_ONLY = make_tree([7], [-1])
 
@@ -106,6 +107,22 @@ def test_a_key_or_value_that_overflows_alone_is_not_silent(part: int) -> None:
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
 def test_no_setting_is_ignored(changes: Changes) -> None:
     check_no_setting_is_ignored(FastGPTNeoX, changes)
+
+
+def test_a_model_of_random_weights_makes_a_cache() -> None:
+    assert FastGPTNeoX(random_config()).new_cache(5).capacity == 5
+
+
+def test_hidden_states_of_a_tree() -> None:
+    """Compare the states of masked rows, which the base class gives too, with the reference's."""
+    tokens, positions, mask = tree_inputs(TREE, len(PREFIX))
+    states = []
+    for kind in (GPTNeoX, FastGPTNeoX):
+        model = random_model(6, kind=kind)
+        cache = prefilled(model, PREFIX, 20)
+        states.append(model.hidden(tokens, positions, cache, mask))
+        assert_close(model.logits(states[-1]), run_tree(model, cache, TREE))
+    assert_close(*states)
 
 
 # Padded passes: those of one row on a CPU in half precision, and all on CUDA. The tests of

@@ -15,6 +15,7 @@ from numpy import ndarray
 from small import ROOT, TINY, Captured, error_line
 from torch import Tensor
 
+import dynatree
 import dynatree_lab as lab
 from draft_tree import (
     Candidates,
@@ -34,7 +35,8 @@ from dynatree_lab.cli.main import main
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.acceptances import accept_by_token
 from dynatree_lab.methods.rules import facts_of
-from dynatree_lab.methods.static import Chain, Fixed
+from dynatree_lab.methods.sampler import DrawingSampler
+from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 from dynatree_lab.pair import Pair
 from verify import Acceptance, accept_greedy
 
@@ -209,6 +211,55 @@ def test_a_method_brings_its_drafter(words: str, pair: Pair) -> None:
         assert own.ids == result.ids and not any(step.draft_rows for step in own.steps)
 
 
+@dataclass(frozen=True)
+class Leaving(Repeated):
+    """leaving: a drafter that leaves the draft unused, and does not say so."""
+
+    needs_draft = True
+
+    def make_drafter(self, draft: object) -> Drafter:
+        return Repeating()
+
+
+def test_a_drafter_may_leave_the_draft_unused(pair: Pair) -> None:
+    """Check a session as well, whose caches are kept."""
+    config = lab.GenerationConfig(Leaving())
+    session = lab.Session(pair)
+    for words in (config, "dynatree", config):
+        found = session.write(PROMPT, words, max_new_tokens=9)
+    steps = lab.generate(
+        pair.target, None, found.request.prompt, lab.GenerationConfig.parse("ar"), 9
+    )
+    assert found.ids == [token for step in steps for token in step.tokens]
+    assert not any(step.draft_rows or step.draft_overflowed for step in found.steps)
+
+
+@pytest.mark.parametrize("words", ["dynatree", "dynatree calibrate=on"])
+def test_what_is_no_candidates_is_named(words: str, pair: Pair) -> None:
+    class Nothing(Drafter):
+        def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+            return None
+
+    with pytest.raises(
+        ValueError, match="gave NoneType, it must return Candidates of numpy arrays"
+    ):
+        lab.write_text(pair, PROMPT, words, drafter=Nothing())
+
+
+def test_settings_are_no_rule(pair: Pair) -> None:
+    ids, config = pair.tokenizer.encode(PROMPT).ids, lab.GenerationConfig(DynaTree())
+    drafter = ModelDrafter(pair.draft)
+    for write in (
+        lambda rule: lab.write_text(pair, PROMPT, rule=rule),
+        lambda rule: list(lab.generate(pair.target, pair.draft, ids, config, 9, rule=rule)),
+        lambda rule: list(dynatree.generate(pair.target, drafter, ids, rule, 9)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"rule is Fixed\(.*, the settings of one; use .make_rule"
+        ):
+            write(Fixed())
+
+
 def test_a_method_without_a_draft_asks_for_none(
     pair: Pair, capsys: Captured, tmp_path: Path
 ) -> None:
@@ -264,6 +315,51 @@ def test_exactness_is_not_claimed_for_an_acceptance_that_is_not_called(
     assert note in " ".join(capsys.readouterr().out.split())
     measure.main([*options, str(tmp_path / "b"), "--temperature", "0.8"])
     assert "does not call" not in capsys.readouterr().out
+
+
+def accept_typical(
+    tree: Tree, probs: Tensor, sampler: DrawingSampler, draft_probs: list[Tensor]
+) -> tuple[list[int], list[int]]:
+    """Accept every first child that the target gives more than 0.3. It is lossy."""
+    path, tokens = [0], []
+    for row in range(1, len(tree)):
+        if tree.parents[row] == path[-1] and probs[path[-1]][tree.tokens[row]] > 0.3:
+            path.append(row)
+            tokens.append(tree.tokens[row])
+    return path, [*tokens, sampler.draw(probs[path[-1]])]
+
+
+@dataclass(frozen=True)
+class Typical(Chain):
+    """typical: a lossy acceptance of sampled text."""
+
+    def make_rule(self) -> Rule:
+        rule = super().make_rule()
+        rule.acceptance = accept_typical
+        return rule
+
+
+def test_an_acceptance_of_ones_own_is_not_vouched_for(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that both programs say what is known, and that the function that they name tells a
+    lossy acceptance from an exact one. It takes 3 s: four runs of the programs."""
+    monkeypatch.setitem(lab.METHODS, "typical", Typical)
+    how = "nobody has computed the distribution of this text; lab.distribution_difference(settings,"
+    for method, is_own in (("typical", True), ("linear", False)):
+        words = [*ASK, "--method", method, "--temperature", "0.8", "--compare"]
+        assert main(words) == 0 and (f"note: {method}: {how}" in capsys.readouterr().err) == is_own
+        options = f"--methods {method} --n-prompts 1 --max-new-tokens 6 --temperature 0.8 --output"
+        assert measure.main([*options.split(), str(tmp_path / method)]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (f"{method}: {how}" in printed) == is_own
+        assert "The tests compute the distribution of the project's methods" in printed
+    sampling = lab.Sampling(0.8)
+    assert lab.distribution_difference(Typical(), sampling) > 0.1
+    for settings in (Chain(), Drawn(B=2, tau=0.0)):
+        assert lab.distribution_difference(settings, sampling) < 1e-6
+    with pytest.raises(ValueError, match="the method's acceptance is for greedy text"):
+        lab.distribution_difference(Lossy(), sampling)
 
 
 def test_a_draft_temperature_has_no_effect_on_a_drafter(capsys: Captured) -> None:
@@ -332,9 +428,29 @@ def test_mistakes_with_files(own_file: Path, capsys: Captured) -> None:
         main([*ASK, "--load", str(folder / "broken.py")])
 
 
+def test_a_file_does_not_replace_a_method(own_file: Path, capsys: Captured) -> None:
+    """Check a method of the project, with which --compare compares, and one of another file."""
+    second = own_file.with_name("second.py")
+    for name in ("ar", "own"):
+        second.write_text(BESIDE + f"import dynatree_lab as lab\nlab.METHODS[{name!r}] = Kind\n")
+        words = [*ASK, "--load", str(own_file), "--load", str(second)]
+        line = error_line(capsys, main, words)
+        assert f"second.py: it replaces another method named {name}; use another name" in line
+    assert lab.METHODS["ar"] is PaddedAutoregressive
+
+
+def show_without(file: Path, note: str, capsys: Captured) -> bool:
+    """Whether --show prints the note, and the table of a results file without its method."""
+    lab.METHODS.pop("own")
+    capsys.readouterr()
+    assert measure.main(["--show", str(file)]) == 0 and "own" not in lab.METHODS
+    captured = capsys.readouterr()
+    return note in captured.err and "\nown " in captured.out
+
+
 def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_path: Path) -> None:
-    """Check a table and its file's digest, --show, --resume of a changed file, and the process that
-    measures memory. It takes 4 s: that process loads torch."""
+    """Check a table and its file's digest, --show, --resume of a moved and of a changed file, and
+    the process that measures memory. It takes 4 s: that process loads torch."""
     file = tmp_path / "r.jsonl"
     options = ["--n-prompts", "1", "--max-new-tokens", "6", "--methods", "own", "--output"]
     assert measure.main([*options, str(file), "--load", str(own_file)]) == 0
@@ -343,11 +459,21 @@ def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_pat
     for again, status in [("--show", 0), ("--resume", 0)]:
         del lab.METHODS["own"]
         assert measure.main([again, str(file)]) == status and "own" in lab.METHODS
+    moved = own_file.parent / "below" / own_file.name
+    moved.parent.mkdir()
+    own_file.rename(moved)
+    note = f"note: {path} is not there as it was; the table is shown without it"
+    assert show_without(file, note, capsys)
+    line = error_line(capsys, measure.main, ["--resume", str(file)])
+    assert f"{path} is not there; use --load to say where it is now" in line
+    sys.modules.pop("own_method")  # as in another process
+    assert measure.main(["--resume", str(file), "--load", str(moved)]) == 0
+    moved.rename(own_file)
+    sys.modules.pop("own_method")
     own_file.write_text(OWN + "# changed\n")
-    capsys.readouterr()
-    assert "a file of --load has changed" in error_line(
-        capsys, measure.main, ["--resume", str(file)]
-    )
+    assert show_without(file, note, capsys)
+    line = error_line(capsys, measure.main, ["--resume", str(file)])
+    assert "a file of --load has changed" in line
     options = ["--table", "memory", *options, str(tmp_path / "m"), "--load", str(own_file)]
     assert measure.main(options) == 0
     assert all("own" not in part.rows for part in TABLES["main"].parts)

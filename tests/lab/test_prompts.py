@@ -121,11 +121,11 @@ def test_cut_prompts_are_spread_over_the_dataset() -> None:
     tokenizer = load_tokenizer(TINY / "target")
     texts = [f"{word} and again {word}" * 3 for word in ("one", "two", "six", "ten")]
     whole = [tokenizer.encode(text).ids for text in texts]
-    cut = cut_prompts(texts, tokenizer, n_tokens=5, n_prompts=2)
+    cut = cut_prompts(whole, n_tokens=5, n_prompts=2)
     assert cut == [whole[0][:5], whole[2][:5]]
-    assert cut_prompts(texts, tokenizer, 999, 9) == whole, "all there are"
+    assert cut_prompts(whole, 999, 9) == whole, "all there are"
     long = max(whole, key=len)
-    assert cut_prompts(texts, tokenizer, 999, 1, min_tokens=len(long)) == [long]
+    assert cut_prompts(whole, 999, 1, min_tokens=len(long)) == [long]
 
 
 def test_openings_of_books(monkeypatch: MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fast import generate, make_head, pretend_one_gpu
-from small import Captured, random_config, random_tensors, write_checkpoint
+from small import Captured, error_line, random_config, random_tensors, write_checkpoint
 
 import dynatree_lab.cli.main
 import dynatree_lab.engine.ranks
@@ -46,6 +46,7 @@ from dynatree_lab.methods.retrieval import Graft
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain, Fixed
 from dynatree_lab.metrics import token_ids
+from dynatree_lab.pair import load_pair
 from gpt_neox import PREFILL_CHUNK, NonFiniteLogits
 
 CPU = torch.device("cpu")
@@ -345,20 +346,34 @@ def test_a_sum_in_order_does_not_depend_on_the_row(monkeypatch: pytest.MonkeyPat
     """Check three ranks, whose all-reduce may begin with another rank for each part of the rows."""
     parts = torch.tensor([1e8, -1e8, 1.0]).view(3, 1, 1)
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(tensor_parallel, "gather_tensors", lambda x: parts)
     assert sum_ranks(torch.zeros(1, 1)).item() == 1.0
 
 
 def test_what_cannot_be_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
     with pytest.raises(CheckpointError, match="4 heads cannot be split evenly over 3 ranks"):
         ShardedGPTNeoX.from_pretrained(folder / "plain")
 
 
 def test_fewer_devices_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_one_gpu(monkeypatch)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, number in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, number)
     with pytest.raises(UsageError, match="--device cuda:1: torch finds 1 CUDA devices"):
         args = dynatree_lab.cli.main.build_parser().parse_args(["--prompt", "a"])
         open_pair(args, is_drafting=True, announce=print)
+
+
+def test_a_number_of_ranks_without_a_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Check both programs, and a pair from Python."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = "WORLD_SIZE is 2, but RANK is not set; use torchrun or unset WORLD_SIZE"
+    for main, words in ((dynatree_lab.cli.main.main, ["--prompt", "a"]), (run_benchmark, [])):
+        assert error_line(capsys, main, words) == f"error: {message}"
+    with pytest.raises(RanksError, match=message):
+        load_pair()

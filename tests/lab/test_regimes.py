@@ -1,5 +1,6 @@
 """Tests of README.md's table and its picture, on made-up results files."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def test_the_picture(folder: Path, tmp_path: Path) -> None:
     assert len(said[0]) == 3 and not said[1] and said[2] == ["streamed (1/500)"]
     file = tmp_path / "made.png"
     assert main([str(folder), "--figure", str(file)]) == 0 and file.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_committed_results_name_no_folder_of_their_prompts() -> None:
+    """Check that a file has the name and the sha256 instead."""
+    for file in (ROOT / "results").glob("*.jsonl"):
+        with file.open(encoding="utf-8") as lines:
+            head = json.loads(next(lines))["head"]
+        assert head["options"]["prompts"] == head["prompts"] and len(head["prompts_sha256"]) == 64
 
 
 def test_the_documents_show_the_committed_results() -> None:

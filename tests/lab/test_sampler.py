@@ -11,7 +11,6 @@ from functools import partial
 import numpy
 import pytest
 import torch
-from enumeration import difference
 from every_text import CPU, PLAIN, Enumeration, Learn, target_distribution
 from fast import Stub, generate, random_model
 from growing import random_options, random_settings
@@ -20,6 +19,7 @@ from trees import make_tree, top_k
 
 import dynatree_lab.methods.sampler
 from draft_tree import Gates, Level, Rule, Settings
+from dynatree_lab.enumeration import difference
 from dynatree_lab.generation.compose import Parts
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.acceptances import (
@@ -214,7 +214,7 @@ def test_rounding_alone_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert path == [0, 1], "its probability is above every random number"
 
 
-# The distribution of texts is the target's, by enumeration (enumeration.py).
+# The distribution of texts is the target's, by enumeration.
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy
 import pytest
 import torch
-from enumeration import tiny_model
-from every_text import difference_by_generate
 from fast import Only, fix_shapes, noisy_pair, pretend_capture, random_model
 from growing import random_settings
 from numpy import ndarray
@@ -20,6 +18,7 @@ import dynatree
 from draft_tree import DynaTree, DynaTreeRule, Gates, Level, Tree
 from dynatree import ModelDrafter
 from dynatree_lab.engine.model import FastGPTNeoX
+from dynatree_lab.enumeration import distribution_difference
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.generate import generate
 from dynatree_lab.generation.process import Process, RowTexts, processed
@@ -85,8 +84,8 @@ def test_processed_greedy_text_is_the_targets(
 def test_processed_sampled_text_is_exact(words: str, sampling: Sampling) -> None:
     """Enumerate all random choices."""
     config = GenerationConfig.parse(*words.split())
-    given = tiny_model(3, 3), tiny_model(4, 3), config.settings, 3, sampling, penalised
-    assert difference_by_generate(*given, config.acceptance) < 1e-6
+    options = {"process": penalised, "acceptance": config.acceptance}
+    assert distribution_difference(config.settings, sampling, **options) < 1e-6
 
 
 def test_texts_are_those_of_the_rows() -> None:

@@ -13,7 +13,7 @@ from small import prefilled, random_config, random_tensors, run_tree, write_chec
 from torch import Tensor
 from trees import path_to, random_tree
 
-from dynatree_lab.engine import strict
+from dynatree_lab.engine import invariance, strict
 from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.invariance import invariant_rows, strict_rows
@@ -113,7 +113,25 @@ def test_trials_find_the_rare_rows_of_a_stored_matrix(
         return y + (x[:, 11:12] > 2.9) if is_changed else y
 
     monkeypatch.setattr(StoredLinear, "__call__", with_rare_rows)
-    assert invariant_rows(model) in (8, None)
+    assert invariant_rows(model) in (8, 13, 16, None)
+
+
+@pytest.mark.parametrize(
+    ("n_different", "expected"), [(0, 1), (1, 2), (7, 8), (8, 13), (13, 16), (16, None)]
+)
+def test_the_row_count_from_which_on_bits_are_equal(
+    n_different: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let products of up to n_different rows have other bits: none are known on this processor, up
+    to 8 were found with AVX-512. Without a count, a pass has the rows that its method needs."""
+
+    def multiply(x: Tensor) -> Tensor:
+        return x + (len(x) <= n_different)
+
+    monkeypatch.setattr(invariance, "make_trials", lambda model: [(multiply, torch.ones(128, 1))])
+    model = random_model(1)
+    assert invariant_rows(model) == expected
+    assert [strict_rows(model, n) for n in (1, 30)] == [expected or 1, expected or 32]
 
 
 def test_trees_are_no_deeper_than_the_recent_positions() -> None:

@@ -24,7 +24,7 @@ from dynatree_lab.benchmark.plan import (
     describe_preset,
     resolve_models,
 )
-from dynatree_lab.benchmark.report import column
+from dynatree_lab.benchmark.report import COLUMNS, VARIANTS, column
 from dynatree_lab.cli.options import PYTHIA
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.generation.config import GenerationConfig
@@ -190,6 +190,23 @@ def test_references_and_the_baseline() -> None:
     assert {case.reference for case in cases} == {"ar"}
     strict = cases_of(Part(["ar"]), "--methods", "ar", "--baseline", "linear  K=3 strict")
     assert labels(strict) == ["ar", "ar strict rows=4", "linear K=3 strict"]
+
+
+def test_a_row_is_added_to_a_table() -> None:
+    rows = [case.row for case in chosen("main")]
+    added = [case.row for case in chosen("main", "--add", "dynatree tau=0.02,linear strict,ar")]
+    assert added == ["ar", "ar strict rows=8", *rows[1:], "dynatree tau=0.02", "linear strict"]
+    assert [case.row for case in chosen("main", "--methods", "lookup", "--add", "recycle")] == [
+        "ar", "lookup", "recycle",
+    ]  # fmt: skip
+
+
+def test_a_column_is_named_as_the_table_prints_it() -> None:
+    """Check that every title names its own column, and two in an option."""
+    for name, (title, _) in (COLUMNS | VARIANTS).items():
+        assert column(title.format(baseline="ar")) == column(name) == name
+    args = build_parser().parse_args(["--columns", "tok/iter, x ar, exact"])
+    assert args.columns == ["tokens_per_iter", "speedup", "exact"]
 
 
 def test_the_generation_config_of_a_row() -> None:

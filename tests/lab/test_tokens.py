@@ -1,8 +1,11 @@
 """Tests of the ids of a prompt, and of text that is printed or stopped while it is generated."""
 
 import hashlib
+import json
 import random
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,12 @@ from tokenizers import Tokenizer, decoders, models
 
 import dynatree
 import dynatree_lab.cli.main
-from dynatree_lab.benchmark.prompts import BUILTIN, cut_prompts
+from dynatree_lab.benchmark import measure
+from dynatree_lab.benchmark.prompts import BUILTIN, encode_valid
+from dynatree_lab.benchmark.results import load
 from dynatree_lab.errors import UsageError
+from dynatree_lab.pair import load_pair
+from dynatree_lab.result import Session, write_text
 from dynatree_lab.tokens import LONG, StopTexts, TextStream, load_tokenizer
 from dynatree_lab.training.distil import read_ids
 from gpt_neox import read_config
@@ -46,7 +53,7 @@ def test_every_program_encodes_a_prompt_as_the_post_processor_says(
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     tokenizer = load_tokenizer(with_first_token)
-    assert cut_prompts([PROMPT], tokenizer, 99, 1) == [[7, *EMBEDDED.encode(PROMPT).ids]]
+    assert encode_valid([PROMPT], tokenizer, 4096) == [[7, *EMBEDDED.encode(PROMPT).ids]]
 
 
 def test_nothing_is_added_inside_a_text(with_first_token: Path, tmp_path: Path) -> None:
@@ -65,13 +72,41 @@ def test_a_prompt_of_only_an_added_token_is_empty(
     words = ["--prompt-file", str(tmp_path / "empty.txt"), *models]
     line = error_line(capsys, dynatree_lab.cli.main.main, words)
     assert line.endswith("empty: it has no tokens")
-    with pytest.raises(UsageError, match="empty: it has no tokens"):
-        cut_prompts([""], load_tokenizer(with_first_token), 99, 1)
+    assert not encode_valid([""], load_tokenizer(with_first_token), 4096)
+    assert "error: prompt 1 of 1: the prompt is empty: it has no" in capsys.readouterr().err
+
+
+def test_a_token_that_the_target_was_not_resized_for(capsys: Captured, tmp_path: Path) -> None:
+    """Check that the line names prompt and token, in a text, in the benchmark and in training, and
+    that the other prompts run."""
+    folder, file = tmp_path / "model", tmp_path / "prompts.txt"
+    shutil.copytree(TINY / "draft", folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    file.write_text(f"{PROMPT}\nA <new> text\nAnother one")
+    line = "token '<new>' has id 4096, and the target has only 4096 ids; leave it out"
+    words = ["--prompts", str(file), "--target", str(folder), "--max-new-tokens", "2"]
+    assert dynatree_lab.cli.main.main([*words, "--method", "ar", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == captured.err.count(f"prompt 2 of 3: {line}\n") == 1
+    assert ["error" in json.loads(each) for each in captured.out.splitlines()] == [0, 1, 0]
+    results = tmp_path / "results.jsonl"
+    assert measure.main([*words, "--methods", "ar", "--output", str(results)]) == 2
+    assert f"error: prompt 2 of 3: {line}\n" in capsys.readouterr().err
+    assert len(load(results).texts) == 2
+    session = Session(load_pair(folder, None))
+    session.write(PROMPT, "ar", 2)
+    for write in (session.write, partial(write_text, session.pair)):
+        with pytest.raises(UsageError, match="<new>"):
+            write("A <new> text", "ar")
+    with pytest.raises(UsageError, match="<new>"):
+        read_ids([str(file)], folder, read_config(folder))
 
 
 def test_the_ids_of_the_builtin_prompts_stay() -> None:
     """Check that no change of encoding changes what committed results measured."""
-    ids = cut_prompts(list(BUILTIN), load_tokenizer(TINY / "target"), 2048, len(BUILTIN))
+    ids = encode_valid(BUILTIN, load_tokenizer(TINY / "target"), 4096)
     assert hashlib.sha256(repr(ids).encode()).hexdigest()[:16] == "da718626592811cd"
 
 

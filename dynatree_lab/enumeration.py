@@ -1,5 +1,7 @@
 """The distribution of sampled text, computed by enumerating all random choices.
 
+    lab.distribution_difference(lab.METHODS["dyspec"](N=3), lab.Sampling(0.8))  # below 1e-6
+
 A trial makes its random choices by `Choices.choose`. `every_outcome` runs it once for each
 combination of choices and returns each result with its probability. So the probability of every
 text can be added up, and compared with the target's own:
@@ -13,16 +15,60 @@ The number of combinations grows fast, so a vocabulary must be a few ids, and a 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt_neox import Config, GPTNeoX, Model
+from draft_tree import Settings
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.generate import generate
+from dynatree_lab.generation.process import Process
+from dynatree_lab.methods.sampler import DrawingSampler, Sampling
+from gpt_neox import Config, GPTNeoX, KVCache, Model
 
+CPU = torch.device("cpu")
 Text = tuple[int, ...]
 Distribution = dict[Text, float]
 Result = TypeVar("Result")
+
+
+@torch.inference_mode()
+def distribution_difference(
+    settings: Settings,
+    sampling: Sampling,
+    n_tokens: int = 3,
+    *,
+    models: tuple[Model, Model] | None = None,
+    process: Process | None = None,
+    **options: object,
+) -> float:
+    """Return how far a method's sampled text is from the target's own: the total variation distance
+    of the distributions of texts, 0 to 1. Rounding makes it up to 1e-6, a lossy acceptance more.
+
+    Args:
+        settings: the method. Its acceptance must make all random choices by the sampler that it
+            gets, and nothing may depend on time.
+        n_tokens: of the texts. A tree is at most n_tokens - 2 deep. With 4, only small trees end
+            within a minute.
+        models: target and draft of a few ids; None for random ones of three ids.
+        process: changes the target's logits, also those that the text is compared with.
+        options: other fields of GenerationConfig, such as acceptance.
+
+    Raises ValueError for what GenerationConfig refuses.
+    """
+    target, draft = models or (tiny_model(9, n_ids=3), tiny_model(10, n_ids=3))
+
+    def write(choices: Choices) -> Text:
+        given = given_sampler(sampling, Scripted(sampling, choices))
+        config = GenerationConfig(settings, sampling=given, **options)
+        steps = generate(target, draft, [0], config, n_tokens, process=process)
+        return tuple(token for step in steps for token in step.tokens)
+
+    own = Processed(target, process) if process else target
+    warp = sampling.sampler(CPU).target_distribution
+    return difference(text_distribution(write), model_distribution(own, n_tokens, warp))
 
 
 class Choices:
@@ -56,6 +102,44 @@ class ScriptedUniform:
         self.is_known = True
         probability = min(max(0.0, float(probability)), 1.0)  # nan becomes 0, as x < nan is False
         return self.choose([probability, 1 - probability]) == 0
+
+
+class Scripted(DrawingSampler):
+    """A sampler whose random choices are all scripted."""
+
+    def __init__(self, sampling: Sampling, choices: Choices):
+        super().__init__(sampling, CPU)
+        self.choose = choices.choose
+
+    def draw_several(self, probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([self.draw_row(row, k) for row in probs.tolist()])
+        return ids, probs.gather(1, ids)
+
+    def draw_row(self, probs: list[float], k: int) -> list[int]:
+        """Draw k ids without replacement; impossible ids follow when no possible one is left."""
+        drawn: list[int] = []
+        for _ in range(k):
+            left = [0.0 if i in drawn else p for i, p in enumerate(probs)]
+            total = sum(left)
+            if total > 0:
+                drawn.append(self.choose([p / total for p in left]))
+            else:
+                drawn.append(next(i for i in range(len(probs)) if i not in drawn))
+        return drawn
+
+    def draw(self, probs: Tensor) -> int:
+        return self.draw_row(probs.tolist(), 1)[0]
+
+    def uniform(self) -> ScriptedUniform:
+        return ScriptedUniform(self.choose)
+
+
+def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespace:
+    """Return an object that can replace a Sampling that is not greedy; its sampler is given."""
+    names = "temperature", "top_k_temperature"
+    found = {name: getattr(sampling, name) for name in names}
+    found |= {"is_greedy": False, "draws_candidates": True, "sampler": lambda _: sampler}
+    return SimpleNamespace(**found)
 
 
 def every_outcome(trial: Callable[[Choices], Result]) -> Iterator[tuple[Result, float]]:
@@ -117,3 +201,13 @@ def tiny_model(seed: int, n_ids: int) -> GPTNeoX:
     for weight in model.parameters():
         torch.nn.init.normal_(weight)
     return model.double().requires_grad_(False)
+
+
+class Processed:
+    """A model whose logits are processed, for model_distribution."""
+
+    def __init__(self, model: Model, process: Process):
+        self.model, self.process, self.new_cache = model, process, model.new_cache
+
+    def prefill(self, tokens: list[int], cache: KVCache) -> Tensor:
+        return self.process(self.model.prefill(tokens, cache), [tokens])
