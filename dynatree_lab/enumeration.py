@@ -136,7 +136,7 @@ class Scripted(DrawingSampler):
 
 def given_sampler(sampling: Sampling, sampler: DrawingSampler) -> SimpleNamespace:
     """Return an object that can replace a Sampling that is not greedy; its sampler is given."""
-    names = "temperature", "top_k_temperature"
+    names = "temperature", "draft_temperature"
     found = {name: getattr(sampling, name) for name in names}
     found |= {"is_greedy": False, "draws_candidates": True, "sampler": lambda _: sampler}
     return SimpleNamespace(**found)

@@ -84,6 +84,14 @@ class Request:
         return may_draw and self.config.sampling.draws_candidates
 
     @property
+    def draft_temperature(self) -> float | None:
+        """The temperature of the draft's probabilities; None if it does not change the trees."""
+        sampling = self.config.sampling
+        if "drafter" in self.objects or not self.method.has_temperature(sampling.draws_candidates):
+            return None
+        return self.method.draft_temperature(sampling)
+
+    @property
     def acceptance(self) -> str | None:
         """How the path is chosen: own (the caller's or the method's), token, traversal, or walk for
         sampled text without drawn candidates; None for greedy text."""

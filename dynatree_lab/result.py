@@ -257,6 +257,7 @@ def describe_request(request: Request) -> dict:
         "strict": config.strict,
         "prompt_tokens": len(request.prompt),
         "sampling": None if config.sampling == GREEDY else asdict(config.sampling),
+        "draft_temperature": request.draft_temperature,
         "acceptance": request.acceptance,
         "window": None if config.window == FULL_ATTENTION else asdict(config.window),
     } | ({"objects": objects} if objects else {})

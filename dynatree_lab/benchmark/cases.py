@@ -20,9 +20,9 @@ from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from dynatree_lab.cli.compare import strict_reference
 from dynatree_lab.errors import UsageError
-from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.config import SAMPLING, GenerationConfig
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
-from dynatree_lab.methods.sampler import GREEDY, Sampling
+from dynatree_lab.methods.sampler import Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
 DEFAULT_COLUMNS = ("throughput", "speedup", "tokens_per_iter", "exact")
@@ -41,7 +41,7 @@ class Case:
     new_tokens: int
     temperature: float  # 0 is greedy
     reference: str = "ar"  # row whose greedy text must have the same ids
-    draft_temperature: float | None = None  # only where it has an effect
+    draft_temperature: float | None = None  # where it has an effect; older files: None for 1
     is_drawn: bool = False  # draw the candidates of greedy text
     acceptance: str | None = None  # of sampled text; None: the row's or the method's own
     published: dict[str, str] = field(default_factory=dict, hash=False)  # a paper's, by column
@@ -76,7 +76,7 @@ class Case:
     @property
     def is_drafting(self) -> bool:
         """Whether a draft model or an EAGLE head runs."""
-        return not self.is_hf and self.generation_config().method.needs_draft
+        return not self.is_hf and self.base_config.method.needs_draft
 
     @property
     def writes_ar_ids(self) -> bool:
@@ -84,24 +84,32 @@ class Case:
         its distribution."""
         if not self.temperature:
             return True
-        return not self.is_hf and self.generation_config().method.writes_ar_ids
+        return not self.is_hf and self.base_config.method.writes_ar_ids
 
     def generation_config(
         self, top_p: float | None = None, seed: int = 0, graphs: bool = True
     ) -> GenerationConfig:
         """Return the generation config, which rows of transformers do not have. Raises UsageError
         for an invalid row."""
+        given = {"temperature": self.temperature, "seed": seed}
+        if self.temperature and top_p is not None:
+            given["top_p"] = top_p
+        if self.draft_temperature is not None and "draft_temperature=" not in self.row:
+            given["draft_temperature"] = self.draft_temperature
+        if self.is_drawn:
+            given["draws_greedy"] = True
         words = [word for word in self.row.split() if word != HEAD]
-        sampling = GREEDY
         try:
-            config = GenerationConfig.parse(*words, *filter(None, [self.acceptance]))
-            if self.temperature or self.draft_temperature:
-                top_p = top_p if self.temperature and top_p is not None else 1.0
-                draft = self.draft_temperature, self.is_drawn
-                sampling = Sampling(self.temperature, top_p, seed, *draft)
-            return replace(config, sampling=sampling, graphs=graphs)
+            config = GenerationConfig.parse(*words, *filter(None, [self.acceptance]), **given)
         except ValueError as error:
             raise UsageError(f"{self.row}: {error}") from error
+        return replace(config, graphs=graphs)
+
+    @property
+    def base_config(self) -> GenerationConfig:
+        """The config without sampling, which the temperature of the case may not allow."""
+        words = [word for word in self.row.split() if word.partition("=")[0] not in SAMPLING]
+        return Case(" ".join(words), "", 0, 0, 0.0).generation_config()
 
 
 def labels(cases: Sequence[Case]) -> list[str]:
@@ -132,6 +140,7 @@ class Part:
     new_tokens: Sequence[int] = (128,)
     temperature: Sequence[float] = (0.0,)
     draft_temperature: float | None = None  # of cases where it has an effect
+    top_k_temperature: float | None = None  # the same, for top-k candidates only
     drawn: Sequence[str] = ()  # methods that draw the candidates of greedy text
     acceptance: str | None = None  # of sampled rows that name none
     published: dict[tuple, dict[str, str]] = field(default_factory=dict)  # by row and size
@@ -176,13 +185,16 @@ def expand(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*options)]
 
 
-def read_table(found: dict) -> Table:
-    return Table(parts=[read_part(part) for part in found.pop("parts")], **found)
+def read_table(found: dict, **options: object) -> Table:
+    """Return a table of tables.toml. options: fields of all of its parts."""
+    return Table(parts=[read_part(options | part) for part in found.pop("parts")], **found)
 
 
 DEFINITIONS = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
 TABLES = {name: read_table(found) for name, found in DEFINITIONS["own"].items()}
-PRESETS = {name: read_table(found) for name, found in DEFINITIONS["papers"].items()}
+# The papers take the draft's own probabilities, where they say nothing
+PAPERS = DEFINITIONS["papers"].items()
+PRESETS = {name: read_table(found, top_k_temperature=1.0) for name, found in PAPERS}
 UNAVAILABLE = DEFINITIONS["unavailable"]
 
 
@@ -261,6 +273,9 @@ def require_row(row: str) -> None:
     method, *words = row.split()
     if method in HF_METHODS and not words:
         return
+    for word in words:
+        if word.startswith(("temperature=", "seed=")):
+            raise UsageError(f"{row}: all rows have one; use --{word}")
     if method not in METHODS:
         known = ", ".join([*METHODS, *HF_METHODS])
         raise UsageError(f"method is {row!r}, it must be one of {known}")
@@ -275,7 +290,7 @@ def reference_row(row: str) -> str:
     words = ["ar"]
     if "strict" in row.split():
         words.append("strict")
-        n_rows = strict_reference(Case(row, "", 0, 0, 0.0).generation_config()).rows
+        n_rows = strict_reference(Case(row, "", 0, 0, 0.0).base_config).rows
         words += [f"rows={n_rows}"] * (n_rows > 1)
     words += [word for word in row.split() if word.startswith(("window=", "sinks="))]
     return " ".join(words)
@@ -288,14 +303,18 @@ def make_case(row: str, part: Part, size: Size) -> Case:
     case = Case(row, part.dataset, *size, reference=reference_row(row), published=published)
     if case.is_hf:
         return case
-    config = case.generation_config()
-    method, is_sampled = config.method, case.temperature > 0
+    config, is_sampled = case.generation_config(), case.temperature > 0
+    method = config.method
     if config.acceptance and not is_sampled:
         raise UsageError(f"{row}: greedy text has only one acceptance; use --temperature")
     if part.acceptance and is_sampled and method.can_draw and not config.acceptance:
         case = replace(case, acceptance=part.acceptance)
-    if part.draft_temperature is not None:
-        is_drawn = method.can_draw and case.method in part.drawn and not is_sampled
-        if method.has_temperature(is_drawn or is_sampled):
-            case = replace(case, draft_temperature=part.draft_temperature, is_drawn=is_drawn)
-    return case
+    is_drawn = method.can_draw and case.method in part.drawn and not is_sampled
+    if not method.has_temperature(is_drawn or is_sampled):
+        return case
+    given = config.sampling.draft_temperature or part.draft_temperature
+    if not (method.can_draw and is_sampled):
+        given = given or part.top_k_temperature
+    sampling = Sampling(case.temperature, draft_temperature=given, draws_greedy=is_drawn)
+    resolved = method.draft_temperature(sampling)
+    return replace(case, draft_temperature=resolved, is_drawn=is_drawn)

@@ -62,8 +62,8 @@ def draft_ranking(method: Method, sampling: Sampling) -> Ranking:
     candidates."""
     if method.can_draw and sampling.draws_candidates:
         return Ranking(is_read=False)
-    temperature, has_entropy = sampling.top_k_temperature, method.facts.reads_entropy
-    return Ranking(method.max_branches, True, True, temperature, has_entropy)
+    temperature = method.draft_temperature(sampling)
+    return Ranking(method.max_branches, True, True, temperature, method.facts.reads_entropy)
 
 
 def source_of_candidates(

@@ -141,8 +141,9 @@ class GenerationConfig:
             for name, neutral in NEUTRAL.items():
                 if getattr(sampling, name) != neutral:
                     raise ValueError(f"{name} needs a temperature above 0")
-            sampling = replace(sampling, seed=GREEDY.seed)  # so that equal texts have equal configs
         draws = sampling.draws_candidates
+        if not draws:
+            sampling = replace(sampling, seed=GREEDY.seed)  # so that equal texts have equal configs
         if sampling.draft_temperature and not self.method.has_temperature(draws):
             why = "the method's trees do not depend on the draft's probabilities"
             raise ValueError(f"draft_temperature has no effect, because {why}")

@@ -16,9 +16,11 @@ options belong to the generation, not to a method, so every method that drafts m
 """
 
 from draft_tree import Rule, Settings
+from dynatree import draft_temperature
 from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.costs import parse_costs
 from dynatree_lab.methods.rules import facts_of, hooked
+from dynatree_lab.methods.sampler import Sampling
 
 
 class Method:
@@ -83,6 +85,15 @@ class Method:
         its top k, or a drafter's of its own."""
         drafts = self.max_depth > 0 and self.facts.max_verified > 1
         return drafts and not self.make_drafter and self.facts.draws_candidates
+
+    def draft_temperature(self, sampling: Sampling) -> float:
+        """Return the temperature of the draft's probabilities: the given one; for drawn candidates
+        the text's; for others the method's, or what brings them near those of acceptance."""
+        if self.can_draw and sampling.draws_candidates:
+            own = sampling.temperature
+        else:
+            own = self.facts.draft_temperature or draft_temperature(sampling.temperature)
+        return sampling.draft_temperature or own
 
     @property
     def writes_ar_ids(self) -> bool:

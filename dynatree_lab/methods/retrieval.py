@@ -207,6 +207,7 @@ class GraftRule(RuleWrapper):
             target_top_k=len(rank_probs) if graft_depth else 0,
             is_chain=of_base.is_chain and not graft_depth,
             depends_on_probs=of_base.depends_on_probs or uses_probs,
+            draft_temperature=1.0,  # at the default, checkpoints seldom stop drafting
         )
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:

@@ -121,6 +121,8 @@ class Facts:
     reads_entropy: bool = False  # its levels have the entropy of the draft's distributions
     target_top_k: int = 0  # the target's best ids per row that observe_target gets; 0: no call
     acceptance: Callable | None = None  # its own acceptances.DrawnAcceptance of sampled text
+    # Of the draft's probabilities of top-k candidates, for methods that lose by the default
+    draft_temperature: float | None = None
 
 
 def facts_of(rule: Rule) -> Facts:

@@ -48,8 +48,7 @@ class Sampling:
     temperature: float = 0.0  # divides the target's logits; 0 is greedy
     top_p: float = 1.0  # only the likeliest tokens are drawn, as many as reach this probability
     seed: int = 0
-    # Divides the draft's logits. None: the target's temperature for drawn candidates, 1 for top-k
-    draft_temperature: float | None = None
+    draft_temperature: float | None = None  # of the draft's logits; None: Method.draft_temperature
     draws_greedy: bool = False  # rules that can draw candidates also do so for greedy text
     top_k: int = 0  # only the top_k likeliest tokens are drawn, and equally likely ones; 0: all
     min_p: float = 0.0  # only tokens at least min_p times as likely as the likeliest one are drawn
@@ -83,11 +82,6 @@ class Sampling:
     def draws_candidates(self) -> bool:
         """Whether rules that can draw candidates do so; otherwise they get the top k."""
         return self.draws_greedy or not self.is_greedy
-
-    @property
-    def top_k_temperature(self) -> float:
-        """The draft's temperature for top-k candidates."""
-        return self.draft_temperature or 1.0
 
     def sampler(self, device: torch.device) -> "DrawingSampler":
         """Return a new sampler, for one text."""

@@ -70,7 +70,9 @@ class ConfidentChain(MethodSettings):
 
     def make_rule(self) -> Rule:
         threshold = log_threshold(self.p_min)
-        return StaticRule([1] * self.K, self.K + 1, min_to_expand=threshold)
+        rule = StaticRule([1] * self.K, self.K + 1, min_to_expand=threshold)
+        rule.draft_temperature = 1.0  # at the default, p_min seldom stops a chain
+        return rule
 
 
 @dataclass(frozen=True)

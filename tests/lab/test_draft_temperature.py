@@ -7,6 +7,7 @@ test_exactness.py tests that greedy text does not change.
 import functools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,16 +17,18 @@ from test_core import with_fixed_costs
 from torch import Tensor
 
 from draft_tree import Settings, Tree
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.drafting import DRAFTING
 from dynatree_lab.methods.drawn import DrawnDrafter
 from dynatree_lab.methods.method import Method
-from dynatree_lab.methods.sampler import GREEDY, Sampling
+from dynatree_lab.methods.sampler import Sampling
 
 N_IDS = 40
 TEMPERATURES = (0.3, 0.6, 2.5)
 WITH_DRAFT = [*DRAFTING, "graft", "auto"]
+PLAIN = Sampling(draft_temperature=1.0)
 
 
 @functools.cache
@@ -62,8 +65,8 @@ def test_a_top_k_tree_is_that_of_the_divided_logits(method: str) -> None:
         settings = with_fixed_costs(random_settings(method, rng) if number else METHODS[method]())
         temperature = TEMPERATURES[number % 3]
         ours = trees(settings, Sampling(0.0, draft_temperature=temperature))
-        assert_same(ours, trees(settings, GREEDY, divisor=temperature))
-        is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, GREEDY)]
+        assert_same(ours, trees(settings, PLAIN, divisor=temperature))
+        is_other = [t.tokens for t in ours] != [t.tokens for t in trees(settings, PLAIN)]
         seen["another shape"] += is_other
         assert Method(settings).has_temperature(draws=False) or not is_other, settings
     is_fixed = method in ("linear", "specinfer", "sequoia")
@@ -72,8 +75,34 @@ def test_a_top_k_tree_is_that_of_the_divided_logits(method: str) -> None:
 
 def test_sampled_text_of_a_top_k_method_has_a_draft_temperature() -> None:
     """Check that it changes the trees, and not how the text is sampled."""
-    cold, plain = Sampling(0.8, seed=2, draft_temperature=0.4), Sampling(0.8, seed=2)
+    cold = Sampling(0.8, seed=2, draft_temperature=0.4)
+    plain = replace(cold, draft_temperature=1.0)
     assert_same(trees(METHODS["opttree"](), cold), trees(METHODS["opttree"](), plain, divisor=0.4))
+
+
+DEFAULTS = [  # words, temperature of the text, of the draft's probabilities
+    ("dynatree", 0.0, 0.5),
+    ("deagle", 0.0, 0.5),
+    ("deagle", 0.6, 0.8),
+    ("confident", 0.0, 1.0),
+    ("graft", 0.0, 1.0),
+    ("auto costs=0.3:0.04:0.2:0.4", 0.0, 0.5),
+    ("dynatree", 0.8, 0.8),  # drawn candidates have the text's
+    ("confident", 0.6, 0.6),
+]
+
+
+@pytest.mark.parametrize(("words", "temperature", "expected"), DEFAULTS)
+def test_the_default_depends_on_method_and_text(
+    words: str, temperature: float, expected: float
+) -> None:
+    """Check the resolved number of a page, the trees, and that a given temperature replaces it."""
+    config = GenerationConfig.parse(*words.split(), temperature=temperature)
+    assert config.method.draft_temperature(config.sampling) == expected
+    given = replace(config.sampling, draft_temperature=expected)
+    assert_same(trees(config.settings, config.sampling), trees(config.settings, given))
+    other = replace(given, draft_temperature=0.3)
+    assert config.method.draft_temperature(other) == 0.3
 
 
 def test_candidates_of_greedy_text_are_drawn_at_the_draft_temperature(

@@ -249,7 +249,7 @@ NAMELESS = """[...document.querySelectorAll('button, [tabindex], [role=slider], 
 
 def test_a_node_shows_the_numbers_of_the_trace(opened: Callable, traced: Callable) -> None:
     """Check the details of every node, and that the glossary explains every gate."""
-    content = traced("--max-new-tokens", "60")
+    content = traced("--max-new-tokens", "60", "--draft-temperature", "1")  # a tree with room
     at = widest(content)
     tree = content["iterations"][at]["tree"]
     page = opened(content)

@@ -27,6 +27,7 @@ from dynatree_lab.benchmark.plan import (
 from dynatree_lab.benchmark.report import COLUMNS, VARIANTS, column
 from dynatree_lab.cli.options import PYTHIA
 from dynatree_lab.engine.passes import Window
+from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Chain
@@ -108,6 +109,45 @@ def test_dyspecs_tables_draft_and_accept_as_the_papers_methods(name: str) -> Non
         assert not case.temperature or case.draft_temperature == 0.6
     own = chosen(name, "--methods", "sequoia traversal", "--temperature", "0.6")[1]
     assert own.acceptance is None and own.generation_config().acceptance == "traversal"
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "expected"),
+    [
+        ("regimes", [], {"dynatree": 0.5, "confident": 1.0, "graft": 1.0, "linear": None}),
+        ("regimes", ["--temperature", "0.6"], {"dynatree": 0.6, "deagle": 0.8, "linear": 0.6}),
+        ("v2-1", [], {"dynatree": 1.0}),
+        ("regimes", ["--methods", "dynatree draft_temperature=0.3"], {"dynatree": 0.3}),
+    ],
+)
+def test_a_case_has_the_draft_temperature_of_its_trees(
+    table: str, options: list[str], expected: dict[str, float | None]
+) -> None:
+    """Check the defaults, the papers' 1 for top-k candidates, and a row's own."""
+    found = {case.method: case.draft_temperature for case in chosen(table, *options)}
+    assert {method: found[method] for method in expected} == expected
+    for case in chosen(table, *options):
+        config = case.generation_config()
+        if case.draft_temperature is not None:
+            assert config.method.draft_temperature(config.sampling) == case.draft_temperature
+
+
+SAMPLING_WORDS = [
+    ("dynatree top_p=0.5", [], "top_p needs a temperature above 0"),
+    ("dynatree temperature=0.5", [], "all rows have one; use --temperature=0.5"),
+    ("dynatree seed=3", [], "all rows have one; use --seed=3"),
+    ("dynatree top_p=0.5", ["--temperature", "1", "--top-p", "0.9"], "top_p is given twice"),
+    ("linear draft_temperature=0.5", [], "draft_temperature has no effect"),
+]
+
+
+@pytest.mark.parametrize(("row", "options", "message"), SAMPLING_WORDS)
+def test_a_sampling_word_of_a_row_works_or_is_refused(
+    row: str, options: list[str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        for case in chosen("main", "--methods", row, *options):
+            case.generation_config(0.9 if "--top-p" in options else None)
 
 
 ALL = ["ar", "linear K=8", "fixed D=8 B=3 tau=0.1 N_max=256", "dynatree"]
@@ -219,6 +259,10 @@ def test_the_generation_config_of_a_row() -> None:
     by_traversal = GenerationConfig(Chain(K=3), commit="rebuild", acceptance="traversal")
     assert config_of("linear K=3 rebuild traversal") == by_traversal
     assert config_of("linear K=3 rebuild", acceptance="traversal") == by_traversal
+    hot = config_of("dyspec top_k=9 min_p=0.1", 0.9, temperature=0.8)
+    assert hot.sampling == Sampling(0.8, 0.9, 7, top_k=9, min_p=0.1)
+    cold = config_of("dynatree draft_temperature=0.3", draft_temperature=0.3)
+    assert cold.sampling == Sampling(draft_temperature=0.3)
     hot = config_of("linear", 0.9, temperature=0.8, draft_temperature=0.6)
     assert hot.sampling == Sampling(0.8, 0.9, 7, 0.6, False)
     drawn = config_of("linear", 0.9, is_drawn=True, draft_temperature=0.6)
