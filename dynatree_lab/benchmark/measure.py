@@ -44,7 +44,7 @@ from dynatree_lab.benchmark.plan import (
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
-from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks
+from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks, fit_draft
 from dynatree_lab.cli.compare import first_difference, rounding_gap
 from dynatree_lab.cli.load import digest_files, import_files
 from dynatree_lab.cli.options import overflow_note
@@ -203,6 +203,8 @@ class TableRun:
         is_greedy, is_first = case.temperature == 0, job.round == 0
         if is_first and is_greedy:  # sampled text accepts other tokens than the best
             found["calibration"] = count_calibration(steps)
+        if case.row == "ar" and self.results.is_sorted and self.pair.draft and is_first:
+            found["draft_fit"] = fit_draft(self.pair.draft, self.prompt_ids(job), token_ids(steps))
         if case.row in METHODS_WITH_P and (is_first or not is_greedy):
             found["root_ranks"] = count_root_ranks(steps)
         if has_timed_passes(case):

@@ -53,7 +53,7 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *(metric for _, metric, _ in NUMBERS.values())]
-FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks"]
+FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks", "draft_fit"]
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 DRAWN_NOTE = (

@@ -1,7 +1,8 @@
 """Settings for a pair of models: the order of table tune, and what its report ends with.
 
 Below the table are options of the full program: those of the fastest row that is not auto, those of
-auto, and the acceptance probabilities by rank that sequoia, recycle and graft take as `p`.
+auto, the temperature that fits the draft's probabilities to the target's texts, and the acceptance
+probabilities by rank that sequoia, recycle and graft take as `p`.
 
     results = load("tune.jsonl")
     list(describe_settings(results, text_frame(results)))  # "Options for auto, 1.52x ar: ...", ...
@@ -13,16 +14,19 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import pandas as pd
+import torch
 
 from dynatree_lab.benchmark.cases import HEAD, Case, labels
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.results import Line, Results
 from dynatree_lab.generation.step import Step
+from gpt_neox import GPTNeoX
 
 # Rows that verify one level of other methods' candidates: the draft's, and successors of a table.
 # The lines of their texts have root_ranks
 DRAFTED, RETRIEVED = "fixed D=1 B=4 tau=0", "recycle N=9 D_max=1"
 METHODS_WITH_P = {DRAFTED: "sequoia", RETRIEVED: "recycle and graft"}
+DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)  # that are tried
 MODEL_OPTIONS = ("target", "draft", "device", "dtype", "draft_dtype", "threads", "target_memory")
 
 
@@ -48,6 +52,8 @@ def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
                 label, speedup = found[["label", "median_speedup"]].iloc[0]
                 heading = f"Options for {name}, {speedup:.2f}x {results.baseline}:"
                 yield f"{heading}\n\n    {options_of(cases[label], results.head)}"
+        if fits := own.draft_fit.dropna().tolist():
+            yield describe_fit(fits, temperature)
         for row, methods in METHODS_WITH_P.items():
             counts = own[own.row == row].root_ranks.dropna()
             n_trees = sum(count["trees"] for count in counts)
@@ -71,6 +77,45 @@ def options_of(case: Case, head: Line) -> str:
         if name in given:
             words += [f"--{name.replace('_', '-')}", str(given[name])]
     return shlex.join(words)
+
+
+@torch.inference_mode()
+def fit_draft(draft: GPTNeoX, prompt: list[int], ids: list[int]) -> Line:
+    """Return how a draft's probabilities fit a text of the target's, by one pass over it.
+
+    n: tokens; n_best: those that are the draft's best candidate. For each of DRAFT_TEMPERATURES,
+    confidence is the sum of the best candidates' probabilities, logprob that of the tokens'
+    log-probabilities.
+    """
+    n_ids = draft.config.vocab_size
+    # As while drafting, the draft runs token 0 in place of a token that its vocabulary lacks
+    tokens = torch.tensor([token if token < n_ids else 0 for token in prompt + ids[:-1]])
+    logits = draft.forward(tokens, torch.arange(len(tokens)), draft.new_cache(len(tokens)))
+    logits = logits[len(prompt) - 1 :].float().cpu()  # [n, V], before each token of the text
+    target = torch.tensor(ids)
+    is_known = target < n_ids
+    found: Line = {"n": len(ids), "n_best": int((logits.argmax(dim=-1) == target).sum())}
+    found |= {"confidence": [], "logprob": []}
+    for temperature in DRAFT_TEMPERATURES:
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        found["confidence"].append(float(logprobs.amax(dim=-1).exp().sum()))
+        own = logprobs[is_known].gather(1, target[is_known].unsqueeze(1))
+        found["logprob"].append(float(own.sum()))
+    return found
+
+
+def describe_fit(fits: Sequence[Line], temperature: float) -> str:
+    """Return the draft temperature that fits the texts of a temperature, as an option."""
+    n, n_best = (sum(fit[name] for fit in fits) for name in ("n", "n_best"))
+    columns = (zip(*(fit[name] for fit in fits), strict=True) for name in ("confidence", "logprob"))
+    confidence, logprob = ([sum(column) for column in each] for each in columns)
+    best = max(range(len(logprob)), key=logprob.__getitem__)
+    plain, scaled = (confidence[i] / n for i in (DRAFT_TEMPERATURES.index(1.0), best))
+    fitted = DRAFT_TEMPERATURES[best]
+    heading = f"Draft temperature for text at {temperature}, from {n} tokens."
+    means = f"{plain:.2f}, at {fitted} {scaled:.2f}; {n_best / n:.2f} of them are right"
+    best_has = f"The draft's best candidate\nhas probability {means}:"
+    return f"{heading} {best_has}\n\n    --draft-temperature {fitted}"
 
 
 def count_root_ranks(steps: Sequence[Step]) -> dict[str, int | list[int]]:

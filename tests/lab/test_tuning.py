@@ -14,11 +14,21 @@ from test_results import AR, make_head, make_results, make_text, rows_of
 from dynatree_lab.benchmark.cases import TABLES
 from dynatree_lab.benchmark.report import markdown_report, text_report
 from dynatree_lab.benchmark.results import Line, Results
-from dynatree_lab.benchmark.tuning import DRAFTED, RETRIEVED, count_root_ranks
+from dynatree_lab.benchmark.tuning import (
+    DRAFT_TEMPERATURES,
+    DRAFTED,
+    RETRIEVED,
+    count_root_ranks,
+    describe_fit,
+    fit_draft,
+)
 from dynatree_lab.cli.main import build_parser
 from dynatree_lab.cli.options import choose_config
+from dynatree_lab.enumeration import tiny_model
 from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
+from dynatree_lab.metrics import token_ids
 
 
 def settings_of(report: str) -> dict[str, str]:
@@ -50,6 +60,32 @@ def test_root_ranks_are_those_of_the_next_tokens(temperature: float) -> None:
     assert found == {"trees": n_trees, "accepted": [ranks[i] for i in range(max(ranks) + 1)]}
     assert 10 < ranks.total() < n_trees and len(ranks) > 1
     assert count_root_ranks(steps[:1]) == {"trees": 0, "accepted": []}
+
+
+def test_a_draft_is_fitted_to_the_targets_texts() -> None:
+    """Compare with each token's distribution, computed by itself. Texts that a model samples at a
+    temperature fit its own logits at this temperature."""
+    model, tokens = tiny_model(2, 30).float(), [3, 14, 15]
+    fits = []
+    for seed in range(4):
+        steps = generate(
+            model, None, tokens, METHODS["ar"](), 200, sampling=Sampling(0.5, seed=seed)
+        )
+        ids = token_ids(steps)
+        fits.append(fit_draft(model, tokens, ids))
+        logits = [run(model, tokens + ids[:i])[-1] for i in range(len(ids))]
+        assert fits[-1]["n_best"] == sum(
+            int(x.argmax()) == i for x, i in zip(logits, ids, strict=True)
+        )
+        for t, confidence, logprob in zip(
+            DRAFT_TEMPERATURES, fits[-1]["confidence"], fits[-1]["logprob"], strict=True
+        ):
+            probs = [(x / t).softmax(dim=-1) for x in logits]
+            assert confidence == pytest.approx(sum(float(p.max()) for p in probs), rel=1e-4)
+            own = sum(float(p[i].log()) for p, i in zip(probs, ids, strict=True))
+            assert logprob == pytest.approx(own, rel=1e-4)
+    assert describe_fit(fits, 0.5).endswith("    --draft-temperature 0.5")
+    assert "from 800 tokens" in describe_fit(fits, 0.5)
 
 
 SPEEDS = {"ar": 100.0, "fixed": 50.0, DRAFTED: 90.0, RETRIEVED: 80.0}
