@@ -1,14 +1,18 @@
 """Tests of the cost model, which is fitted to times of iterations, and of the decision to draft."""
 
 import random
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy
 import pytest
 
-from draft_tree import Tree
+from draft_tree import Level, Tree
 from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.costs import LEVEL, ROW, CostTracker, RecentMean, cost_counts
+from dynatree_lab.methods.rules import DrawnLevel
+from dynatree_lab.methods.static import Chain, Fixed
 
 
 @pytest.mark.parametrize(("tree", "row"), [(2.0, 0.1), (-1.0, 1.0)])
@@ -57,7 +61,7 @@ def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     initial costs in units of the pass: a tree 10 ms, drafting 10 ms, a level 30 ms."""
     seconds = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: seconds[0])
-    monkeypatch.setattr("dynatree_lab.methods.auto.time", clock)
+    monkeypatch.setattr("dynatree_lab.methods.costs.time", clock)
     rule = Auto().make_rule()
     seconds[0] = 9.0  # between the rule's making and the text
     rule.start([])
@@ -72,6 +76,40 @@ def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     rule.adapt(tree, [0])
     rule.tracker.begin_tree()
     assert rule.tracker.prices == pytest.approx([1, 0.1, 0.02, 0.1, 0.3])
+
+
+def test_the_time_of_drafting_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that of 3 ms before the draft, 4 for it and 5 after it, 8 are not drafting's."""
+    seconds = [7.0]
+    clock = SimpleNamespace(perf_counter=lambda: seconds[0])
+    monkeypatch.setattr("dynatree_lab.methods.costs.time", clock)
+    tracker, recorded = CostTracker(), []
+    tracker.record = lambda *given: recorded.append(given)
+    tracker.begin_tree()
+    seconds[0] += 0.003
+    tracker.should_draft(0.0)
+    seconds[0] += 0.004
+    tracker.end_draft()
+    seconds[0] += 0.005
+    tracker.end_tree(2, 3, 1)
+    assert recorded == [(2, 3, 1, pytest.approx(4), pytest.approx(8))]
+
+
+def test_a_drawn_chain_goes_on_while_its_own_row_pays() -> None:
+    """Check a level of price 0.3 whose drawn row is likely or not to be accepted. A tree with
+    siblings must not look at it, so it goes on in both cases."""
+    for kind, found in ((Chain(), [True, False]), (Fixed(), [True, True])):
+        gates = CostGates(kind.make_rule(), (1e-9, 1e-9, 1e-9, 0.3))
+        goes_on = []
+        for prob in (0.9, 0.1):
+            gates.begin_tree(0, 9)
+            logprobs = numpy.log([[prob]], dtype=numpy.float32)
+            level = Level(0, numpy.array([[1]]), logprobs, logprobs)
+            parts = [getattr(level, f.name) for f in fields(Level)]
+            drawn = DrawnLevel(*parts, drawn_values=0 * logprobs, find_confidence=None)
+            gates.add_gates(drawn)
+            goes_on.append(gates.expand_gates(drawn)["c_level"])
+        assert goes_on == found
 
 
 def test_the_first_draft_only_lowers_the_costs_of_drafting() -> None:
