@@ -165,11 +165,11 @@ def test_a_probe_is_paid_for() -> None:
     assert not tracker.should_draft(0.0)
 
 
-def test_a_mean_starts_at_its_initial_values_and_follows_the_last_ten() -> None:
+def test_a_mean_starts_at_its_initial_values_and_follows_the_last_thirty() -> None:
     mean = RecentMean(3.0, cost_counts(11, 2))
     mean.update(1, cost_counts(21, 4))
     assert (mean.tokens, *mean.counts) == (2.0, *cost_counts(16, 3))
-    for _ in range(60):
+    for _ in range(200):
         mean.update(5, cost_counts(9, 0))
     assert mean.tokens == pytest.approx(5, rel=0.01)
     assert mean.counts == pytest.approx(cost_counts(9, 0), abs=0.02)
@@ -181,7 +181,7 @@ def test_a_price_is_the_tokens_that_the_time_would_have_given() -> None:
     assert tracker.prices[ROW] == pytest.approx(0.1)
     assert tracker.rows_pay(numpy.log([0.11, 0.09])).tolist() == [True, False]
     assert tracker.level_pays(0.51) and not tracker.level_pays(0.49)
-    for _ in range(200):
+    for _ in range(400):
         tracker.record(n_tokens=2, n_rows=1, n_levels=0, draft_ms=0.0, other_ms=99.0)
     tracker.begin_tree()
     assert tracker.prices[ROW] == pytest.approx(0.2, rel=1e-3)
