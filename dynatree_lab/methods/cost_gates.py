@@ -7,8 +7,9 @@ They are added to a rule's own gates:
   The shares are learned separately for the first, second, ... candidate of a row.
 - c_level: another level is drafted if its expected gain is at least the price of a draft pass. This
   gain is the sum of its parents' acceptance probabilities, times the mean gain per unit of such a
-  sum. For drawn trees the number of levels is fixed in advance, from earlier trees. It must not
-  depend on what is drawn, because some rules keep the best rows of all levels (drawn.py).
+  sum. For drawn trees other than chains the number of levels is fixed in advance, from earlier
+  trees. It must not depend on what is drawn, because some rules keep the best rows of all levels
+  (drawn.py).
 - Nothing is drafted while recent trees were not expected to pay for their time. Decoding is then
   autoregressive, except for occasional probes.
 
@@ -17,8 +18,6 @@ They are added to a rule's own gates:
 Shapes: n rows of a level, k candidates per row.
 """
 
-import math
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,18 +26,17 @@ from numpy import ndarray
 
 from draft_tree import Gates, Level, Rule, Tree, passing
 from dynatree_lab.methods.costs import CostTracker
-from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask, are_retrieved
+from dynatree_lab.methods.rules import DrawnLevel, RuleWrapper, added_mask
 
 RATE = 0.1  # weight of the latest tree in the mean of a share
-PRIOR_TREES = 10  # drafted trees that the initial estimate of drafting stands for
 INITIAL_SHARE = 0.7  # of the first drawn candidate of a row; to the power of the place of others
 
 
 class LevelStats(NamedTuple):
     """The expected gain of one level of a tree."""
 
-    values: ndarray  # [k], sums over the added rows, by place among siblings; before the draw
-    accepted: ndarray  # [k], the sums of their acceptance probabilities; after the draw
+    values: ndarray  # [n, k], probabilities of acceptance before the draw; 0 for rows not added
+    accepted: ndarray  # [n, k], the same after the draw
     n_added: int
     expandable: float  # sum of the acceptance probabilities of the rows that the rule would expand
 
@@ -50,24 +48,26 @@ class CostGates(RuleWrapper):
         """costs: as methods.costs.parse_costs returns them; None to learn them."""
         super().__init__(rule)
         self.facts = replace(self.facts, depends_on_probs=True)
-        self.tracker = CostTracker(costs, prior_weight=PRIOR_TREES)
+        self.tracker = CostTracker(costs)
         # [k] by place in draw order: the share of a drawn row's value that its draw leaves
         self.shares = INITIAL_SHARE ** numpy.arange(1, self.facts.n_drawn + 1)
         self.is_drawn = False
+        self.levels: list[LevelStats] = []  # of the current tree
 
     def begin_tree(self, root_token: int, max_depth: int) -> int:
         """Return 0 levels if drafting does not pay, otherwise as many as the rule wants."""
-        self.began, self.draft_ms = time.perf_counter(), 0.0
         self.tracker.begin_tree()
-        self.n_drawn_levels = self.plan_drawn_levels()
-        self.levels: list[LevelStats] = []
+        self.levels = []
         n_levels = super().begin_tree(root_token, max_depth)
-        net_gain_without = self.tracker.net_gain(1.0, n_rows=1)
-        self.drafting_began = time.perf_counter()
-        return n_levels if self.tracker.should_draft(net_gain_without) else 0
+        net_gain = self.net_gain_without(root_token, max_depth)
+        return n_levels if self.tracker.should_draft(net_gain) else 0
+
+    def net_gain_without(self, root_token: int, max_depth: int) -> float:
+        """Return the net gain of the tree that is verified if nothing is drafted."""
+        return self.tracker.net_gain(1.0, n_rows=1)
 
     def finish_tree(self, tree: Tree) -> Tree:
-        self.draft_ms = (time.perf_counter() - self.drafting_began) * 1e3
+        self.tracker.end_draft()
         return super().finish_tree(tree)
 
     def plan_drawn_levels(self) -> int:
@@ -96,46 +96,29 @@ class CostGates(RuleWrapper):
     def expand_gates(self, level: Level) -> Gates:
         """Return the rule's gates and c_level."""
         gates = super().expand_gates(level)
-        is_added, log_values = self.is_added, level.values
-        is_expanded = passing(level, gates) & is_added
-        probs = numpy.exp(log_values + level.logprobs if self.is_drawn else log_values)
-        values = numpy.where(is_added, numpy.exp(log_values), 0).sum(axis=0)
-        accepted = numpy.where(is_added, probs, 0).sum(axis=0)
-        expandable = probs[is_expanded].sum()
-        self.levels.append(LevelStats(values, accepted, int(is_added.sum()), expandable))
-        if self.is_drawn:
-            goes_on = level.row_depth + 1 < self.n_drawn_levels
+        values = numpy.where(self.is_added, numpy.exp(level.values), 0.0)
+        accepted = values * numpy.exp(level.logprobs) if self.is_drawn else values
+        expandable = float(accepted[passing(level, gates)].sum())
+        self.levels.append(LevelStats(values, accepted, int(self.is_added.sum()), expandable))
+        if self.is_drawn and not self.facts.is_chain:
+            goes_on = len(self.levels) < self.plan_drawn_levels()
         else:
             goes_on = self.tracker.level_pays(self.tracker.level_gain * expandable)
         return {**gates, "c_level": goes_on}
 
     def adapt(self, tree: Tree, path: list[int]) -> None:
         """Update costs, gain per level and shares; only now, because all draws are decided."""
-        ms = (time.perf_counter() - self.began) * 1e3
-        is_drawn = self.is_drawn and tree.draft_slots[0] >= 0
-        counts = expected_tokens(tree, is_drawn), len(tree), len(self.levels)
-        self.tracker.record(*counts, self.draft_ms, ms - self.draft_ms)
+        self.tracker.end_tree(len(path), len(tree), len(self.levels))
         parents_sum = 1.0  # the root's acceptance probability
         for level in self.levels:
             self.tracker.record_level(parents_sum, level.accepted.sum(), level.n_added)
-            for place in level.values.nonzero()[0] if is_drawn else ():
-                share = level.accepted[place] / level.values[place]
-                self.shares[place] += RATE * (share - self.shares[place])
+            if self.is_drawn:
+                self.update_shares(level)
             parents_sum = level.expandable
         super().adapt(tree, path)
 
-
-def expected_tokens(tree: Tree, is_drawn: bool) -> float:
-    """Return the expected number of tokens from the tree's drafted rows, the bonus included."""
-    none_accepted = [1.0] * len(tree)  # probability that a row's drawn children are all rejected
-    total = 1.0
-    retrieved = are_retrieved(tree)
-    for row in range(1, len(tree)):
-        parent = tree.parents[row]
-        if retrieved[row]:
-            continue
-        total += none_accepted[parent] * math.exp(tree.path_logprobs[row])
-        if is_drawn:
-            logprob = tree.path_logprobs[row] - tree.path_logprobs[parent]
-            none_accepted[parent] *= 1 - math.exp(logprob)
-    return total
+    def update_shares(self, level: LevelStats) -> None:
+        """Move the share of each place at which a row was added."""
+        values, accepted = level.values.sum(axis=0), level.accepted.sum(axis=0)
+        for place in values.nonzero()[0]:
+            self.shares[place] += RATE * (accepted[place] / values[place] - self.shares[place])

@@ -238,15 +238,15 @@ class GraftRule(RuleWrapper):
         if self.grafts_at_tail:
             graft_rows = sorted(set(range(len(tree))) - set(tree.parents))
 
-        def propose(row: int, path_logprob: float, max_depth: int) -> Iterator[Proposal]:
-            if tree.depths[row] < max_depth:
-                for rank, token in enumerate(self.table.get(tree.tokens[row], ())):
-                    logprob = path_logprob + self.logprobs[rank]
-                    yield -logprob, row, rank, token, logprob, max_depth
+        max_depths = {row: tree.depths[row] + self.graft_depth for row in graft_rows}
 
-        limits = [min(tree.depths[row] + self.graft_depth, self.limit) for row in graft_rows]
-        logprobs = [tree.path_logprobs[row] for row in graft_rows]
-        starts = list(zip(graft_rows, logprobs, limits, strict=True))
+        def propose(row: int, path_logprob: float) -> Iterator[Proposal]:
+            max_depth = max_depths.setdefault(row, max_depths.get(tree.parents[row]))
+            if tree.depths[row] < min(max_depth, self.limit):
+                for rank, token in enumerate(self.table.get(tree.tokens[row], ())):
+                    yield Proposal(-(path_logprob + self.logprobs[rank]), row, rank, token)
+
+        starts = {row: tree.path_logprobs[row] for row in graft_rows}
         add_likeliest(tree, self.max_verified, starts, propose)
         return breadth_first(tree)
 

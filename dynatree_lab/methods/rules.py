@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from numpy import ndarray
 
@@ -206,23 +207,28 @@ def are_retrieved(tree: Tree) -> list[bool]:
     return tree.are_retrieved if isinstance(tree, MixedTree) else [False] * len(tree)
 
 
-# A row that may be retrieved: minus its p(u) or log p(u), its parent, a number that orders equally
-# likely ones, its token, its log p(u), and a note for `propose`
-Proposal = tuple[float, int, int, int, float, int]
+class Proposal(NamedTuple):
+    """A row that may be retrieved. The likeliest sorts first."""
+
+    cost: float  # minus its log p(u)
+    parent: int
+    rank: int  # orders equally likely siblings
+    token: int
 
 
 def add_likeliest(
     tree: MixedTree,
     n_rows: int,
-    starts: list[tuple[int, float, int]],
-    propose: Callable[[int, float, int], Iterator[Proposal]],
+    starts: dict[int, float],
+    propose: Callable[[int, float], Iterator[Proposal]],
 ) -> None:
     """Add proposed rows to a tree, the likeliest first, until it has n_rows rows.
 
     Args:
-        starts: the arguments of `propose` for the first rows.
-        propose: called with a row of the tree, its log p(u) and its note. Returns the proposals
-            below it, the likeliest first. A row that the tree has already may be among them.
+        starts: log p(u) of the rows below which the first ones are proposed.
+        propose: called once with each of these and of the added rows, and its log p(u). Returns the
+            proposals below it, the likeliest first. A row that the tree has already may be among
+            them.
     """
     rows = {edge: row for row, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
     heap: list[tuple[Proposal, Iterator[Proposal]]] = []
@@ -231,15 +237,16 @@ def add_likeliest(
         if likeliest := next(proposals, None):
             heappush(heap, (likeliest, proposals))
 
-    for start in starts:
-        push(propose(*start))
+    for row, path_logprob in starts.items():
+        push(propose(row, path_logprob))
     while heap and len(tree) < n_rows:
-        (_, parent, _, token, path_logprob, note), others = heappop(heap)
-        row = rows.get((parent, token))
+        found, others = heappop(heap)
+        row = rows.get((found.parent, found.token))
         if row is None:
-            row = tree.add_retrieved(token, parent, path_logprob)
+            row = tree.add_retrieved(found.token, found.parent, -found.cost)
         push(others)
-        push(propose(row, path_logprob, note))
+        if row not in starts:
+            push(propose(row, -found.cost))
 
 
 def select(tree: Tree, rows: list[int]) -> Tree:

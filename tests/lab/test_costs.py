@@ -1,14 +1,18 @@
 """Tests of the cost model, which is fitted to times of iterations, and of the decision to draft."""
 
 import random
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy
 import pytest
 
-from draft_tree import Tree
+from draft_tree import Level, Tree
 from dynatree_lab.methods.auto import Auto
+from dynatree_lab.methods.cost_gates import CostGates
 from dynatree_lab.methods.costs import LEVEL, ROW, CostTracker, RecentMean, cost_counts
+from dynatree_lab.methods.rules import DrawnLevel
+from dynatree_lab.methods.static import Chain, Fixed
 
 
 @pytest.mark.parametrize(("tree", "row"), [(2.0, 0.1), (-1.0, 1.0)])
@@ -57,7 +61,7 @@ def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     initial costs in units of the pass: a tree 10 ms, drafting 10 ms, a level 30 ms."""
     seconds = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: seconds[0])
-    monkeypatch.setattr("dynatree_lab.methods.auto.time", clock)
+    monkeypatch.setattr("dynatree_lab.methods.costs.time", clock)
     rule = Auto().make_rule()
     seconds[0] = 9.0  # between the rule's making and the text
     rule.start([])
@@ -72,6 +76,40 @@ def test_prices_by_a_given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     rule.adapt(tree, [0])
     rule.tracker.begin_tree()
     assert rule.tracker.prices == pytest.approx([1, 0.1, 0.02, 0.1, 0.3])
+
+
+def test_the_time_of_drafting_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that of 3 ms before the draft, 4 for it and 5 after it, 8 are not drafting's."""
+    seconds = [7.0]
+    clock = SimpleNamespace(perf_counter=lambda: seconds[0])
+    monkeypatch.setattr("dynatree_lab.methods.costs.time", clock)
+    tracker, recorded = CostTracker(), []
+    tracker.record = lambda *given: recorded.append(given)
+    tracker.begin_tree()
+    seconds[0] += 0.003
+    tracker.should_draft(0.0)
+    seconds[0] += 0.004
+    tracker.end_draft()
+    seconds[0] += 0.005
+    tracker.end_tree(2, 3, 1)
+    assert recorded == [(2, 3, 1, pytest.approx(4), pytest.approx(8))]
+
+
+def test_a_drawn_chain_goes_on_while_its_own_row_pays() -> None:
+    """Check a level of price 0.3 whose drawn row is likely or not to be accepted. A tree with
+    siblings must not look at it, so it goes on in both cases."""
+    for kind, found in ((Chain(), [True, False]), (Fixed(), [True, True])):
+        gates = CostGates(kind.make_rule(), (1e-9, 1e-9, 1e-9, 0.3))
+        goes_on = []
+        for prob in (0.9, 0.1):
+            gates.begin_tree(0, 9)
+            logprobs = numpy.log([[prob]], dtype=numpy.float32)
+            level = Level(0, numpy.array([[1]]), logprobs, logprobs)
+            parts = [getattr(level, f.name) for f in fields(Level)]
+            drawn = DrawnLevel(*parts, drawn_values=0 * logprobs, find_confidence=None)
+            gates.add_gates(drawn)
+            goes_on.append(gates.expand_gates(drawn)["c_level"])
+        assert goes_on == found
 
 
 def test_the_first_draft_only_lowers_the_costs_of_drafting() -> None:
@@ -127,11 +165,11 @@ def test_a_probe_is_paid_for() -> None:
     assert not tracker.should_draft(0.0)
 
 
-def test_a_mean_starts_at_its_initial_values_and_follows_the_last_ten() -> None:
+def test_a_mean_starts_at_its_initial_values_and_follows_the_last_thirty() -> None:
     mean = RecentMean(3.0, cost_counts(11, 2))
     mean.update(1, cost_counts(21, 4))
     assert (mean.tokens, *mean.counts) == (2.0, *cost_counts(16, 3))
-    for _ in range(60):
+    for _ in range(200):
         mean.update(5, cost_counts(9, 0))
     assert mean.tokens == pytest.approx(5, rel=0.01)
     assert mean.counts == pytest.approx(cost_counts(9, 0), abs=0.02)
@@ -143,7 +181,7 @@ def test_a_price_is_the_tokens_that_the_time_would_have_given() -> None:
     assert tracker.prices[ROW] == pytest.approx(0.1)
     assert tracker.rows_pay(numpy.log([0.11, 0.09])).tolist() == [True, False]
     assert tracker.level_pays(0.51) and not tracker.level_pays(0.49)
-    for _ in range(200):
+    for _ in range(400):
         tracker.record(n_tokens=2, n_rows=1, n_levels=0, draft_ms=0.0, other_ms=99.0)
     tracker.begin_tree()
     assert tracker.prices[ROW] == pytest.approx(0.2, rel=1e-3)
