@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from itertools import islice, product
@@ -224,7 +224,7 @@ class TableRun:
             if key in self.results.differences:
                 continue
             job = jobs[key]
-            reference = job._replace(case=replace(job.case, row=job.case.reference))
+            reference = jobs[job.case.reference, *key[1:]]
             digests = (self.results.texts[each.key]["ids_digest"] for each in (job, reference))
             ids, reference_ids = map(self.results.ids.get, digests)
             # The reference's request, because rows that begin with hf- have none

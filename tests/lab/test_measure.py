@@ -259,7 +259,7 @@ def test_a_text_that_differs_from_its_reference(
     results = measured[0]
     lines = [{"step_times": asdict(results.step_times)}]
     lines += [line | {"ids": results.ids[line["ids_digest"]]} for line in results.texts.values()]
-    (text,) = [line for line in lines[1:] if key_of(line)[::5] == ("recycle", 1) and line["round"]]
+    (text,) = [line for line in lines[1:] if key_of(line)[::5] == ("dynatree", 1) and line["round"]]
     text["ids"] = [*text["ids"][:2], text["ids"][2] + 1, *text["ids"][3:]]
     text["ids_digest"] = "another"
     file = write_results(tmp_path / "r.jsonl", lines, results.head)
@@ -267,7 +267,7 @@ def test_a_text_that_differs_from_its_reference(
         assert main(["--resume", str(file)]) == 1
         printed = " ".join(capsys.readouterr().out.split())
         where = "on 1 of 4 texts (first prompt: 1, earliest token: 2, gap in float32: at most"
-        assert f"recycle differs from ar {where}" in printed and "3/4" in printed
+        assert f"dynatree differs from ar {where}" in printed and "3/4" in printed
         ((key, difference),) = load(file).differences.items()
         assert key == key_of(text) and difference["at"] == 2 and difference["gap"] > 0
     assert file.read_text().count('"difference":') == 1, "the gap was measured twice"
