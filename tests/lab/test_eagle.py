@@ -38,6 +38,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import Window
 from dynatree_lab.enumeration import distribution_difference, tiny_model
 from dynatree_lab.methods.eagle import EagleDrafter, EagleHead
+from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.methods.static import Fixed, PaddedAutoregressive, SpecInfer
 from dynatree_lab.metrics import token_ids
 from gpt_neox import GPTNeoX, KVCache
@@ -93,7 +94,8 @@ def test_a_nodes_probability_is_that_of_its_path(
         fix_shapes(target, head)
     reference, plain = random_pair(GPTNeoX, seed=5)
     text, n_moved, n_deep = list(PROMPT), 0, 0
-    for step in generate(target, head, PROMPT, Fixed(D=3, B=4, tau=0.0, N_max=30), 20):
+    settings, sampling = Fixed(D=3, B=4, tau=0.0, N_max=30), Sampling(draft_temperature=1.0)
+    for step in generate(target, head, PROMPT, settings, 20, sampling=sampling):
         tree = step.tree
         states = torch.cat([torch.zeros(1, 32), target_states(reference, text[:-1])])
         for row in range(1, len(tree)):
