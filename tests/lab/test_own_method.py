@@ -1,5 +1,6 @@
 """Tests of a user's method: its drafter and acceptance, and the file that adds it (--load)."""
 
+import itertools
 import json
 import math
 import re
@@ -31,6 +32,7 @@ from dynatree import Drafter, ModelDrafter
 from dynatree_lab.benchmark import measure
 from dynatree_lab.benchmark.cases import TABLES
 from dynatree_lab.benchmark.results import load
+from dynatree_lab.cli.load import import_files
 from dynatree_lab.cli.main import main
 from dynatree_lab.methods import PROJECT_METHODS
 from dynatree_lab.methods.acceptances import accept_by_token
@@ -170,17 +172,61 @@ def pair() -> Pair:
     return lab.load_pair()
 
 
-@pytest.mark.parametrize("words", ["", "temperature=0.8", "calibrate=on temperature=0.8 seed=2"])
-@pytest.mark.parametrize("costs", ["", "costs=0.3:0.04:0.2:0.4"])
-def test_a_plain_subclass_is_the_built_in_method(words: str, costs: str, pair: Pair) -> None:
-    """Check trees, ids and the page's data. A subclass once got other candidates and no options."""
-    own, built_in = (
-        lab.write_text(pair, PROMPT, f"{name} {words} {costs}", max_new_tokens=24)
-        for name in ("own", "dynatree")
+COSTS = "costs=0.3:0.04:0.2:0.4"
+OPTIONS = ("", "calibrate=on", COSTS, f"calibrate=on {COSTS}")
+
+
+@pytest.mark.parametrize("method", PROJECT_METHODS)
+def test_a_subclass_from_a_file_is_the_built_in_method(
+    method: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check trees, ids and the page's data, greedy and sampled, of an unchanged subclass. Once it
+    got other candidates and no options. Options without effect are refused for both alike."""
+    name = f"same_{method}"
+    monkeypatch.setitem(lab.METHODS, name, None)  # so that it is gone after the test
+    file = tmp_path / f"{name}.py"
+    base = f"lab.METHODS['{method}']"
+    file.write_text(
+        f"import dynatree_lab as lab\nclass Same({base}):\n    pass\nlab.METHODS['{name}'] = Same\n"
     )
-    assert own.ids == built_in.ids and own.data["meanings"] == built_in.data["meanings"]
-    for one, other in zip(own.data["iterations"], built_in.data["iterations"], strict=True):
-        assert one | {"ms": 0} == other | {"ms": 0}
+    del lab.METHODS[name]
+    import_files([str(file)])
+    fixed = COSTS if method == "auto" else ""  # learned costs depend on time
+    n_written = 0
+    for options, sampling in itertools.product(OPTIONS, ("", "temperature=0.8 seed=2")):
+        words = f"{options if method != 'auto' else fixed} {sampling}"
+        own, built_in = (written(pair, f"{each} {words}") for each in (name, method))
+        assert own == built_in
+        n_written += not isinstance(own, str)
+    assert n_written >= 2
+
+
+def written(pair: Pair, words: str) -> str | tuple:
+    """Return the ids and the page's data of a text, or the message of a refused option."""
+    try:
+        result = lab.write_text(pair, PROMPT, words, max_new_tokens=16)
+    except ValueError as error:
+        return str(error)
+    data = result.data
+    iterations = [each | {"ms": 0} for each in data["iterations"]]
+    return result.ids, data["meanings"], data["base"], iterations
+
+
+@pytest.mark.parametrize("kind", ["TwoLevels", "EntropyRule", "UnlikelyRule", "CountingRule"])
+@pytest.mark.parametrize("words", ["", "calibrate=on", COSTS])
+def test_a_rule_of_ones_own_samples_the_targets_distribution(kind: str, words: str) -> None:
+    """Check drawn candidates, and those of rules that may not have them, by enumeration."""
+    rule = globals()[kind]
+
+    @dataclass(frozen=True)
+    class Made(DynaTree):
+        def make_rule(self) -> Rule:
+            return rule(self)
+
+    settings = Made(B_min=1, B_mid=2, B_max=2, tau=0.02, rho_stop=0.05, D0=2, D_max=2, N_max=4)
+    options = {"calibrate": "calibrate" in words}
+    options |= {"costs": words.partition("=")[2]} if words == COSTS else {}
+    assert lab.distribution_difference(settings, lab.Sampling(0.8), **options) < 1e-6
 
 
 def test_which_rules_get_drawn_candidates() -> None:
