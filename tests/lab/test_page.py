@@ -2,7 +2,7 @@
 
 They need a Chromium on this machine, and `pip install -e ".[browser]"`. To make
 docs/example.html again, run the command that its Settings panel shows. docs/page.png is that page
-at #7, 1280 x 720, with the pointer on the node `·said` of depth 2.
+at #1, 1280 x 720, with the pointer on the node `·door` of depth 2.
 """
 
 import json
