@@ -62,9 +62,12 @@ def test_ar_needs_no_draft(capsys: Captured) -> None:
 
 
 def test_options_reach_the_method(capsys: Captured) -> None:
-    """Check settings, sampling and a type of 16 bits."""
+    """Check settings, sampling, a type of 16 bits, and a draft temperature at which a tree is a
+    chain of D_max tokens. Two such trees and a root give 19 tokens."""
     assert main([*WORDS, *QUICK, "--set", "N_max=1", "--set", "history=off"]) == 0
     assert "1.00 tokens/iter, 1.0 rows/tree" in capsys.readouterr().err
+    assert main([*WORDS, *QUICK, "--draft-temperature", "1e-9"]) == 0
+    assert "6.33 tokens/iter, 6.3 rows/tree" in capsys.readouterr().err
     hot = [*WORDS, *QUICK, "--temperature", "1", "--top-p", "0.9"]
     one, again, other = (printed(capsys, [*hot, "--seed", seed]) for seed in "112")
     assert one == again != other
