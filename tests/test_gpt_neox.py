@@ -25,7 +25,7 @@ from small import (
 )
 from trees import make_tree, path_to, random_tree
 
-from gpt_neox import EMBEDDING, GPTNeoX, NonFiniteLogits
+from gpt_neox import EMBEDDING, GPTNeoX, NonFiniteLogits, finite
 
 Changes = dict[str, object]  # fields of Config that differ from small.random_config's
 SEQUENTIAL: Changes = {"use_parallel_residual": False}
@@ -105,7 +105,8 @@ def check_full_cache(model: GPTNeoX) -> None:
 
 
 def test_a_row_that_overflows_is_an_error() -> None:
-    """Check a weight that is not finite, and keys or values that overflow alone."""
+    """Check a weight that is not finite, keys or values that overflow alone, and logits of one row,
+    as after an overflow in the last layer's MLP."""
     for part in (None, 1, 2):  # keys, values
         tensors = random_tensors(random_config(), 0)
         if part:
@@ -119,6 +120,9 @@ def test_a_row_that_overflows_is_an_error() -> None:
             model.forward(ids, ids, model.new_cache(12))
         with pytest.raises(NonFiniteLogits):
             model.prefill(ids.tolist(), model.new_cache(12))
+    for logits in ([[0.0, math.inf], [0.0, 0.0]], [[0.0, 0.0], [math.nan, 0.0]]):
+        with pytest.raises(NonFiniteLogits):
+            finite(torch.tensor(logits))
 
 
 SETTINGS = [SEQUENTIAL, {"layer_norm_eps": 0.5}, {"rotary_emb_base": 100.0}, {"rotary_pct": 0.25}]

@@ -214,6 +214,15 @@ def test_rounding_alone_rejects_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert path == [0, 1], "its probability is above every random number"
 
 
+def test_a_row_that_overflowed_uses_no_random_number() -> None:
+    """Check that the path ends before an accepted row that overflowed, and which number is next."""
+    sampler, numbers = PLAIN.sampler(CPU), random.Random(PLAIN.seed)
+    logits = torch.tensor([[-torch.inf, 0.0], [torch.nan, torch.nan]])
+    assert sampler(make_tree([0, 1], [-1, 0]), logits) == ([0], [1])
+    numbers.random()  # drew token 1
+    assert sampler.uniform() == numbers.random()
+
+
 # The distribution of texts is the target's, by enumeration.
 
 
