@@ -35,6 +35,8 @@ def test_draws_follow_probabilities_that_need_not_sum_to_one() -> None:
     for token, n in counts.items():
         p = float(probs[token] / 0.6)
         assert abs(n - 6000 * p) < 5 * math.sqrt(6000 * p * (1 - p))
+    sampler.random.random = lambda: 0.0
+    assert sampler.draw(probs) == 1
 
 
 WARPS = [(1.0, 1.0), (0.7, 0.83), (1.6, 0.5), (1.0, 0.999), (1.0, 1e-9), (1e-4, 1.0)]
