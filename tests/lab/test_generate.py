@@ -18,8 +18,9 @@ from test_dynatree import (
     token_ids,
 )
 
-from draft_tree import Autoregressive, DynaTree, Settings
+from draft_tree import Autoregressive, DynaTree, Rule, Settings
 from dynatree_lab.engine import memory
+from dynatree_lab.engine.cache import FastCache
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.generation.step import Step
@@ -135,6 +136,32 @@ def test_generations_share_nothing(is_shaped: bool, monkeypatch: pytest.MonkeyPa
     if is_shaped:
         fix_shapes(*models)
     check_generations_share_nothing(write, models)
+
+
+def test_the_parts_of_a_step_are_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a clock that only these calls move: 1 ms for the rule, 2 for a commit, 4 for a pass of
+    the draft, 8 for one of the target. The draft's commit is other work."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def take(ms: float, owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: object, **options: object) -> object:
+            clock[0] += ms / 1e3
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    target, draft = noisy_pair()
+    take(1, Rule, "adapt")
+    take(2, FastCache, "commit")
+    take(4, draft, "forward")
+    take(8, target, "forward")
+    for step in [*generate(target, draft, PROMPT, Chain(K=3), 20)][1:]:
+        is_drafted = len(step.draft_rows) > 0
+        parts = step.draft_ms, step.verify_ms, step.other_ms
+        assert parts == pytest.approx((4 * len(step.draft_rows), 8 + 2, 1 + 2 * is_drafted))
 
 
 def test_a_step_has_the_targets_predictions() -> None:
