@@ -312,6 +312,7 @@ def test_a_method_without_a_draft_asks_for_none(
     """Check both programs with a target alone, and a table of passes that needs the draft."""
     alone, target = replace(pair, draft=None), str(TINY / "target")
     assert lab.write_text(alone, PROMPT, "repeated", max_new_tokens=9).ids
+    assert lab.write_text(alone, PROMPT, rule=Rule(1, 0, 1), max_new_tokens=9).ids
     assert main([*ASK, "--method", "repeated", "--target", target, "--compare", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["draft"] is None and found["compare"]["exact"]
@@ -336,7 +337,11 @@ def test_a_method_brings_its_greedy_acceptance(
     options = f"--methods lossy --n-prompts 1 --max-new-tokens 12 --output {tmp_path / 'a'}"
     assert measure.main(options.split()) == 1
     assert "0/1" in capsys.readouterr().out
-    assert lab.write_text(pair, PROMPT, "both temperature=0.8", max_new_tokens=9).ids
+    sampled = [
+        lab.write_text(pair, PROMPT, lab.GenerationConfig(kind()), 24, temperature=0.8).ids
+        for kind in (Both, Drawn)
+    ]
+    assert sampled[0] == sampled[1]
     message = "temperature is 0.8, the method's acceptance is for greedy text; use temperature 0"
     hot = [*ASK, "--method", "lossy", "--temperature", "0.8"]
     assert message in error_line(capsys, main, hot)

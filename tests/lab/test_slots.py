@@ -160,7 +160,7 @@ def test_a_rule_a_drafter_and_an_acceptance_may_be_given(kind: type[GPTNeoX]) ->
 def test_slots_that_contradict_are_refused() -> None:
     target, draft = noisy_pair(5)
     used = DynaTree().make_rule()
-    used.is_used = True
+    list(generate(target, draft, PROMPT, GREEDY_CONFIG, 9, rule=used))
     wide = MethodRule(4, 4, 300)
     strict = GenerationConfig(DynaTree(), strict=True)
     for options, config, message in [
