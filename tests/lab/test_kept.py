@@ -68,6 +68,7 @@ class Run:
         steps = list(lab.generate(*pair, ids, config, LIMIT, **options))
         self.ids, self.logits = token_ids(steps), torch.cat(logits)
         self.trees = [(step.tree.tokens, step.tree.parents, step.path) for step in steps]
+        self.draft_rows = [n for step in steps for n in step.draft_rows]
 
     def is_sure(self) -> bool:
         """Whether rounding cannot change a greedy token."""
@@ -136,6 +137,7 @@ def test_trees_are_those_of_fresh_runs(words: str) -> None:
         found = Run(pair, ids, config, kept)
         assert found.trees == expected.trees
         assert "dynatree" not in words or rows[0] == len(ids) + 1 - n_kept
+        assert found.draft_rows == rows
         ids = [*ids, *found.ids, 7, 1]
     assert "dynatree" not in words or n_kept > 150
 
