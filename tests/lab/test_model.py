@@ -153,6 +153,19 @@ def test_padding_changes_no_logits_and_no_kept_slot(n_prefix: int) -> None:
             assert_close(cache.kv[:, :, :, :n], plain_cache.kv[:, :, :, :n])
 
 
+def test_the_head_runs_no_fewer_rows_than_a_pass() -> None:
+    """Check the last logits of passes that are padded to 4 rows or have more, and the head's rows.
+    In half precision its product of one row would take longer."""
+    model, plain, rows = random_model(6), random_model(6), []
+    model.min_rows = 4
+    model.embed_out.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    for n in (1, 3, 4, 6):
+        ids = torch.arange(n)
+        found = model.forward(ids, ids, model.new_cache(n), n_last=1)
+        assert_close(found, run(plain, ids.tolist())[-1:])
+    assert rows == [4] * 4
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 129, 255, 257])
 def test_a_padded_pass_stays_inside_the_cache(capacity: int) -> None:
     """Run a wide and a narrow pass at the end of caches of several lengths."""

@@ -14,7 +14,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.engine.passes import PassConfig, Window
 from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.generation.run import FastRun
-from dynatree_lab.methods.static import Chain
+from dynatree_lab.methods.static import Chain, PaddedAutoregressive
 from dynatree_lab.metrics import token_ids
 
 
@@ -50,6 +50,16 @@ def test_dropped_slots_leave_no_trace(sinks: int, changes: dict[str, object]) ->
 def test_a_window_of_nothing(size: int, sinks: int) -> None:
     with pytest.raises(ValueError, match=f"size {size} and sinks {sinks}, they must be"):
         Window(size, sinks)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_smallest_windows(size: int) -> None:
+    """Compare the text of ar with an oracle that drops one token at a time."""
+    model, window = random_model(7), Window(size, 2)
+    with torch.inference_mode():
+        expected, _ = generate_streaming(model, [3, 1, 4], window, 12)
+    found = generate(model, None, [3, 1, 4], PaddedAutoregressive(), 12, window=window)
+    assert token_ids(found) == expected
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
