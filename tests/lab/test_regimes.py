@@ -84,6 +84,8 @@ def test_the_picture(folder: Path, tmp_path: Path) -> None:
             assert (x[0], x[-1]) == (1, 5)
             n = 120 // (ROWS.index(figures.DRAWN[i - 1]) + 1)
             assert (y[0], y[-1]) == pytest.approx((120 / n / (1 + draft), 120 / n / (5 + draft)))
+    times = figures.model_times(5.0, 0.1)
+    assert times.interpolate([31, 1024], times.target_ms) == pytest.approx([9, 1 + 4 * 1023 / 15])
     said = [[text.get_text() for text in panel.texts] for panel in figure.axes]
     assert len(said[0]) == 3 and not said[1] and said[2] == ["streamed (1/500)"]
     file = tmp_path / "made.png"

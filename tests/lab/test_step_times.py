@@ -66,7 +66,7 @@ def test_passes_take_the_time_of_padded_ones() -> None:
     times = StepTimes(5, [1, 4, 8], [1.0, 4.0, 5.0], [0.0] * 3, 0, 0, 1.0)
     assert times.predict_ms({"2": 3, "6": 1}, {}) == 3 * 2.0 + 4.5
     fixed = replace(times, has_fixed_shapes=True)
-    assert fixed.predict_ms({"2": 3, "6": 1, "9": 1}, {}) == 3 * 4.0 + 5.0 + 5.0
+    assert fixed.predict_ms({"2": 3, "4": 1, "6": 1, "9": 1}, {}) == 4 * 4.0 + 5.0 + 5.0
 
 
 def test_costs_are_fitted_to_passes() -> None:

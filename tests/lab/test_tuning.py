@@ -127,6 +127,16 @@ def test_rows_are_sorted_and_settings_can_be_copied() -> None:
         choose_config(build_parser().parse_args(["--prompt=a", "--method", method, *word.split()]))
 
 
+def test_rows_are_sorted_within_their_temperature() -> None:
+    """Check two temperatures with different winners."""
+    speeds = {0.0: {"ar": 50.0, "linear": 150.0}, 0.8: {"ar": 50.0, "linear": 25.0, "auto": 100.0}}
+    cases = [replace(AR, row=row, temperature=t) for t, rows in speeds.items() for row in rows]
+    lines = [make_text(case, 0, speeds[case.temperature][case.row]) for case in cases]
+    found = make_results(lines, make_head(cases, 1, is_sorted=True))
+    order = ["linear t=0.0", "ar t=0.0", "auto t=0.8", "ar t=0.8", "linear t=0.8"]
+    assert list(dict(rows_of(found, "speedup")[1:])) == order
+
+
 def test_only_what_was_measured_is_said() -> None:
     """Check rows without auto and counts, texts without ar's, and a table that is not sorted. The
     draft of a row with the word head is the head."""
