@@ -246,10 +246,22 @@ def test_a_mistake_is_one_line(
     assert words in error_line(capsys, main, [*models, *shlex.split(options)])
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Let Ctrl-C interrupt, which a shell ignores in what it starts in the background. Restore the
+    handlers afterwards."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_keeps_its_texts(
     number: signal.Signals,
     status: int,
+    signals: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: Captured,
