@@ -349,6 +349,29 @@ def test_a_method_brings_its_greedy_acceptance(
     assert f"lossy: {message}" in error_line(capsys, measure.main, hot)
 
 
+ACCEPTANCES = [  # words, options, how the page says that the path is chosen
+    ("dynatree", {}, None),
+    ("lossy", {}, "own"),
+    ("dynatree", {"accept": accept_first}, "own"),
+    ("both temperature=0.8", {}, "own"),
+    ("dynatree temperature=0.8", {}, "token"),
+    ("dynatree temperature=0.8", {"drafter": Repeating()}, "walk"),
+    ("deagle temperature=0.8", {}, "walk"),
+    ("ar temperature=0.8", {}, "walk"),
+]
+
+
+@pytest.mark.parametrize(("words", "options", "expected"), ACCEPTANCES)
+def test_the_page_names_the_acceptance(
+    words: str, options: dict[str, object], expected: str | None, pair: Pair
+) -> None:
+    """Check that trials are told only where numbers were drawn for them."""
+    data = lab.write_text(pair, PROMPT, words, max_new_tokens=12, **options).data
+    assert data["settings"]["acceptance"] == expected
+    has_trials = any(found.get("trials") for found in data["iterations"])
+    assert has_trials == (expected == "token" or words.startswith("both"))
+
+
 @dataclass(frozen=True)
 class Drawn(Both):
     """drawn: an acceptance of sampled text alone."""

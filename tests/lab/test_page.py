@@ -187,6 +187,27 @@ def check_tree(shown: dict, content: dict, at: int, stage: int, last: int) -> No
             assert (row in path) == (number < p)
 
 
+def test_the_page_tells_how_a_path_was_chosen(opened: Callable, traced: Callable) -> None:
+    """Check the caption of step 4, and the tokens that a walk has drawn."""
+    content = traced("--method", "deagle", "--temperature", "0.8", "--max-new-tokens", "20")
+    at = widest(content)
+    page = opened(content)
+    go(page, at)
+    page.locator("#steps button", has_text="Accept").click()
+    assert "the target model’s next token is drawn" in page.locator("#caption").inner_text()
+    found = content["iterations"][at]
+    told = page.locator("#details .trials li").all_inner_texts()
+    assert len(told) == len(found["path"]) and told[-1].endswith("held by no child")
+    for line, row in zip(told, found["path"][1:], strict=False):
+        assert line.endswith(f"held by row {row}")
+    content["settings"]["acceptance"] = "own"
+    page = opened(content)
+    go(page, at)
+    page.locator("#steps button", has_text="Accept").click()
+    assert "The user’s acceptance chooses the path" in page.locator("#caption").inner_text()
+    assert page.locator("#details .trials").count() == 0
+
+
 def drafted_by(found: dict, stage: int) -> list[int]:
     """Return the rows at a stage of the draft: one depth more per pass, then the retrieved rows."""
     tree = found["tree"]
