@@ -112,7 +112,7 @@ class Level:
 
     @property
     def values(self) -> ndarray:
-        """By what a rule adds candidates [n, k]: log p(v), if they are the likeliest ones."""
+        """The log values [n, k] by which a rule adds candidates: log p(v) of the top k."""
         return self.path_logprobs
 
 

@@ -209,7 +209,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Metrics:
-    """What was measured of a text. The prefill's step counts in no average."""
+    """The measurements of a text. The prefill's step counts in no average."""
 
     ids: list[int]  # the new tokens
     rate: float  # tokens per second after the first token; nan for a text of one token
@@ -311,6 +311,8 @@ def load_models(args: argparse.Namespace, has_draft: bool) -> tuple[GPTNeoX, GPT
         why = "rounding may decide between two tokens that are nearly equal"
         print(f"note: in {args.dtype} {why}, so text may differ from ar's", file=sys.stderr)
     options = args.device, getattr(torch, args.dtype)
+    if args.draft_temperature is not None and not has_draft:
+        raise ValueError("--draft-temperature has no effect, because ar drafts nothing")
     target = GPTNeoX.from_pretrained(args.target or TINY / "target", *options)
     if not has_draft:
         return target, None

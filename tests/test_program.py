@@ -225,6 +225,7 @@ MODELS = f"--target model --draft {DRAFT}"  # model/ is a copy of the embedded d
 MISTAKES = [  # options besides --prompt, a file of model/ and its damage, words of the error line
     ("--max-new-tokens 0", None, "error: --max-new-tokens is 0, it must be at least 1"),
     ("--method ar --target ''", None, "error: --target is empty"),
+    ("--method ar --draft-temperature 1", None, "--draft-temperature has no effect, because ar"),
     ("--draft ''", None, "error: --draft is empty"),
     ("--device ''", None, "error: --device is empty"),
     ("--prompt ''", None, "error: --prompt is empty"),
