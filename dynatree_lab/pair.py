@@ -6,7 +6,7 @@ pair = load_pair()
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,9 @@ from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from dynatree_lab.errors import UsageError
+from dynatree_lab.replay.candidates import RecordedDraft, load_candidates, record_candidates
+from dynatree_lab.replay.models import RecordedTarget
+from dynatree_lab.replay.texts import RecordedText, read_replay, require_same_vocabulary
 from dynatree_lab.tokens import load_tokenizer, require_same_tokenizer
 from gpt_neox import Config, GPTNeoX
 
@@ -105,7 +108,7 @@ class Pair:
 
     target: GPTNeoX  # fast if loaded here; one shard of it if there are several ranks
     draft: GPTNeoX | None  # may be an EAGLE head
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None for a replay without a draft
     target_folder: Path
     draft_folder: Path | None
     load_s: dict[str, float]  # seconds, by "target" and "draft"
@@ -176,6 +179,8 @@ def load_pair(
     draft_dtype: torch.dtype | str | None = None,
     announce: Callable[[str], None] = lambda line: None,
     target_memory: int | str | None = None,
+    replay: str | Path | Sequence[RecordedText] | None = None,
+    candidates: str | Path | None = None,
 ) -> Pair:
     """Find, check and load the models. Each rank loads its shard of the target.
 
@@ -187,6 +192,10 @@ def load_pair(
         announce: called with lines about the models and before a download.
         target_memory: bytes, or a size such as "2GB" or "1.5GiB". Layers of the target that do not
             fit into it are read from their files in each pass.
+        replay: recorded texts in place of the target (replay/), or their file. A file that does
+            not end in .jsonl is a text of people.
+        candidates: file of recorded candidates in place of the draft, which then only answers what
+            they lack. Without a draft, nothing does.
 
     Warns of settings in the target's generation_config.json that are not used. Raises UsageError
     for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
@@ -195,6 +204,13 @@ def load_pair(
     for name, model in {"target": target, "draft": draft}.items():
         if not isinstance(model, str | Path | None):
             raise UsageError(f"{name} is {model!r:.80}, it must be a folder or a hub name")
+    if replay is not None:
+        if target or dtype or target_memory:
+            raise UsageError("replay takes the place of the target, which then has no options")
+        options = {"device": str(device) if device else None, "dtype": draft_dtype}
+        return load_replay(replay, draft, candidates, announce, **options)
+    if candidates:
+        raise UsageError("candidates need a replay")
     if target is None or target == EMBEDDED and not Path(EMBEDDED).exists():
         target, draft = TINY / "target", draft or TINY / "draft"
     device = choose_device(str(device) if device else None)
@@ -233,10 +249,52 @@ def load_pair(
     return with_draft(pair, own_draft, draft_dtype) if own_draft else pair
 
 
-def with_draft(pair: Pair, checkpoint: Checkpoint, dtype: torch.dtype) -> Pair:
-    """Return the pair with a draft model or an EAGLE head. Raises CheckpointError and
-    OutOfMemory."""
-    start, device = time.perf_counter(), pair.target.device
+def load_replay(
+    replay: str | Path | Sequence[RecordedText],
+    draft: str | Path | None,
+    candidates: str | Path | None,
+    announce: Callable[[str], None],
+    **options: torch.device | torch.dtype | str | None,
+) -> Pair:
+    """Return the pair of recorded texts and of a draft, or its recorded candidates, or both. With
+    neither, the draft is the embedded one. options: device and dtype of the draft. Raises
+    UsageError, CheckpointError and OutOfMemory."""
+    if not draft and not candidates:
+        draft = TINY / "draft"
+    checkpoint = find_checkpoint(draft, announce) if draft else None
+    config = checkpoint.config if checkpoint else Config()
+    tokenizer = load_tokenizer(checkpoint.folder) if checkpoint else None
+    texts = replay
+    if isinstance(replay, str | Path):
+        texts = read_replay(replay, tokenizer, config.vocab_size)
+    if tokenizer:
+        require_same_vocabulary(texts, tokenizer)
+    target = RecordedTarget(texts, config)
+    report: Report = {"target": texts[0].model, "draft": draft and str(draft), "device": "cpu"}
+    report |= {"dtype": texts[0].dtype, "draft_dtype": None}
+    announce(f"replay of {len(texts)} texts of {texts[0].model}")
+    load_s = {"target": 0.0, "draft": 0.0}
+    pair = Pair(target, None, tokenizer, Path(texts[0].model), None, load_s=load_s, report=report)
+    if checkpoint:
+        device = choose_device(options["device"])
+        draft_dtype = choose_draft_dtype(options["dtype"], choose_dtype(None, device), device)
+        report |= {"device": str(device), "draft_dtype": dtype_name(draft_dtype)}
+        pair = with_draft(pair, checkpoint, draft_dtype, device)
+    if not candidates:
+        return pair
+    if not Path(candidates).exists() and pair.draft:
+        announce(f"recording the draft's candidates in {candidates}")
+        record_candidates(pair.draft, texts, Path(candidates))
+    tree = load_candidates(candidates, texts)
+    return replace(pair, draft=RecordedDraft(tree, texts, config, pair.draft))
+
+
+def with_draft(
+    pair: Pair, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | None = None
+) -> Pair:
+    """Return the pair with a draft model or an EAGLE head, by default on the target's device.
+    Raises CheckpointError and OutOfMemory."""
+    start, device = time.perf_counter(), device or pair.target.device
     if checkpoint.is_head:
         draft = load_head(checkpoint, pair.target_folder, device, dtype)
     else:

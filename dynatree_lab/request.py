@@ -23,6 +23,7 @@ from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.pair import Pair, length_warning
+from dynatree_lab.replay.models import at_recorded_temperature
 from dynatree_lab.tokens import encode_prompt, known_ids
 from verify import Acceptance
 
@@ -86,7 +87,8 @@ class Request:
     @property
     def draft_temperature(self) -> float | None:
         """The temperature of the draft's probabilities; None if it does not change the trees."""
-        sampling = self.config.sampling
+        given = self.config, self.method, self.pair.target, self.prompt
+        sampling = at_recorded_temperature(*given).sampling
         if "drafter" in self.objects or not self.method.has_temperature(sampling.draws_candidates):
             return None
         return self.method.draft_temperature(sampling)

@@ -35,6 +35,7 @@ from dynatree_lab.methods.eagle import (
 )
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, DrawingSampler, Sampling
+from dynatree_lab.replay.candidates import RecordedDraft, RecordedDrafter
 
 
 class Parts(NamedTuple):
@@ -74,11 +75,16 @@ def source_of_candidates(
         return None
     if isinstance(draft, Drafter):
         return draft
+    is_recorded = draft is not None and isinstance(draft.model, RecordedDraft)
+    if is_recorded and (method.make_drafter or method.facts.reads_entropy):
+        raise ValueError("this method reads more of a draft than recorded candidates; use a draft")
     if method.make_drafter:
         return method.make_drafter(draft)
     if draft is None:
         return None
     ranking = draft_ranking(method, sampling)
+    if is_recorded:
+        return RecordedDrafter(draft, ranking.temperature, reads_all=method.is_calibrated)
     if ranking.is_read:
         return RankedDrafter(draft, ranking)
     return DrawnDrafter(draft, sampler, method.facts.n_drawn, method.facts.reads_entropy)

@@ -33,6 +33,7 @@ from dynatree_lab.generation.run import FastRun, ModelRun, Runs
 from dynatree_lab.generation.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
+from dynatree_lab.replay.models import RecordedTarget, at_recorded_temperature, require_replayable
 from gpt_neox import Model
 from verify import Acceptance
 
@@ -86,6 +87,12 @@ def generate(
     require_valid(draft, config, drafter=drafter, accept=accept, logprobs=logprobs)
     text = checked_text(target, prompt, max_new_tokens, eos_ids)
     method = config.method if rule is None else method_of(rule, config)
+    if isinstance(target, RecordedTarget):
+        readers = {"accept": accept, "process": process, "inspect": inspect, "logprobs": logprobs}
+        given = [name for name, reader in readers.items() if reader is not None]
+        require_replayable(config, method, draft, given)
+        target.find(text.ids, text.max_new_tokens)  # raises UsageError if the text is too short
+        config = at_recorded_temperature(config, method, target, text.ids)
     runs = make_runs(target, draft, drafter, method, config, text)
     if accept is None and config.sampling.is_greedy and method.make_accept:
         accept = method.make_accept()

@@ -44,6 +44,7 @@ class ModelRun:
         self.ms, self.rows = 0.0, []  # of the passes since pop_stats
 
     max_commit = sys.maxsize  # number of tokens that one iteration may commit
+    is_incomplete = False  # recorded candidates lacked some of this iteration's (replay/)
 
     def show_top_ids(self, k: int, observe: Callable[[list[int], ndarray], None]) -> None:
         """Call `observe` after each pass, with its tokens and the best ids [n, k] after each."""

@@ -32,6 +32,7 @@ class Step(dynatree.Step):
     draft_rows: list[int] = field(default_factory=list)  # rows of each pass of the draft
     cache_lengths: tuple[int, int] = (0, 0)  # committed tokens of the target, of the draft
     draft_overflowed: bool = False
+    is_complete: bool = True  # False: recorded candidates may lack some of the tree's
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     other_ms: float = 0.0
@@ -151,9 +152,10 @@ def step_of(
     draft_ms, drafter.ms = drafter.ms, 0.0
     commit_ms = (choice.clock.committed - choice.clock.accepted) * 1e3
     verify_ms = choice.target.pop_stats()[0] + commit_ms
-    n_cached, draft_rows = 0, []
+    n_cached, draft_rows, is_complete = 0, [], True
     if draft and draft.cache:  # a method's drafter may leave the draft unused
         n_cached, draft_rows = draft.cache.length, draft.pop_stats()[1]
+        is_complete, draft.is_incomplete = not draft.is_incomplete, False
     return Step(
         tokens=step.tokens,
         tree=step.tree,
@@ -162,6 +164,7 @@ def step_of(
         predictions=choice.predictions,
         draft_rows=draft_rows,
         cache_lengths=(choice.target.cache.length, n_cached),
+        is_complete=is_complete,
         draft_overflowed=bool(draft_rows) and not (drafter.of_root.logprobs > -numpy.inf).any(),
         draft_ms=draft_ms,
         verify_ms=verify_ms,

@@ -1,0 +1,395 @@
+"""Recorded candidates of a draft along recorded texts, in place of the draft.
+
+At every position of a text a wide tree is drafted: all nodes that rules may ask for, at any of
+several temperatures (WideRule). The candidates below each of these nodes are recorded. The wide
+tree of a position would contain a part of the next position's, below the text's next token. This
+part is left out. So the nodes of a text are one tree, whose trunk is the text.
+
+    record_candidates(draft, texts, Path("candidates.npz"))
+    draft = RecordedDraft(load_candidates("candidates.npz", texts), draft.config)
+    steps = generate(RecordedTarget(texts, draft.config), draft, texts[0].prompt, config, 64)
+
+A temperature divides the draft's logits. Its probabilities need the sum of p^(1/T) over the whole
+vocabulary, so the logarithms of these sums are recorded as well.
+
+A rule may ask for a node that is not recorded. The real draft answers if it is at hand. If not, the
+node has no candidates, and the step says that its tree may be incomplete.
+
+Shapes: n rows of a level, k candidates of each row, T temperatures, M nodes of a file, C candidates
+of all nodes.
+"""
+
+import hashlib
+import io
+import json
+import math
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from draft_tree import Candidates, Gates, Level, Rule, Tree, grow
+from dynatree import ModelDrafter, draft_temperature
+from dynatree_lab.engine.scores import log_probabilities
+from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.generation.run import ModelRun
+from dynatree_lab.replay.models import RecordedCache
+from dynatree_lab.replay.texts import RecordedText
+from gpt_neox import Config, Model
+
+FORMAT = 1  # version of the file format; files of other versions are refused
+TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2)  # and the default one of the texts
+MAX_ROWS = 4096  # of a wide tree
+MISSING = -1  # in place of a node that is not recorded
+DTYPES = {  # of the columns of a CandidateTree in a file
+    "tree_sizes": numpy.int32,
+    "n_children": numpy.uint8,
+    "n_candidates": numpy.uint8,
+    "tokens": numpy.int32,
+    "logprobs": numpy.float32,
+    "log_sums": numpy.float32,
+}
+
+
+@dataclass(frozen=True)
+class Width:
+    """What a wide tree contains."""
+
+    min_probability: float = 0.005  # nodes of this p(u), which thresholds from here on ask for
+    n_best: int = 15  # the likeliest nodes, which dyspec asks for: N=16 counts the root
+    max_depth: int = 16  # of all nodes, and of the chain of best candidates
+    min_candidates: int = 4  # recorded below each node
+
+
+DEFAULT_WIDTH = Width()
+
+
+class Recorder(ModelDrafter):
+    """A draft model that keeps what it says after each row of a tree."""
+
+    def __init__(self, model: Model, temperatures: Sequence[float]):
+        super().__init__(model)
+        self.temperatures = temperatures
+        self.levels: list[tuple[ndarray, ndarray, ndarray]] = []
+
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        super().commit(tree, path, tokens)
+        self.levels = []
+
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        logprobs = log_probabilities(logits.float(), 1.0)
+        sums = [torch.logsumexp(logprobs / each, dim=-1) for each in self.temperatures]
+        found = logprobs.topk(min(k, logprobs.shape[1]))
+        candidates = Candidates(found.indices.cpu().numpy(), found.values.cpu().numpy())
+        self.log_sums = torch.stack(sums, dim=-1).cpu().numpy()  # [n, T]
+        self.levels.append((candidates.tokens, candidates.logprobs, self.log_sums))
+        return candidates
+
+
+class WideRule(Rule):
+    """Adds the nodes of a Width at each temperature. The text's next token, below the root, gets no
+    candidates, because the next tree has them."""
+
+    def __init__(self, recorder: Recorder, width: Width, next_tokens: Iterable[int]):
+        """next_tokens: the text's token after each root."""
+        super().__init__(width.n_best, width.max_depth, MAX_ROWS)
+        self.recorder, self.width, self.next_tokens = recorder, width, iter(next_tokens)
+        self.temperatures = numpy.array(recorder.temperatures)
+
+    def begin_tree(self, root_token: int, max_depth: int) -> int:
+        n = len(self.temperatures)
+        self.next_token = next(self.next_tokens)
+        self.parents = numpy.zeros((1, n))  # log p(u) of the rows, [n, T]
+        self.best = numpy.full((self.width.n_best, n), -numpy.inf)  # the highest values so far
+        self.has_chain = True  # if so, the chain of best candidates is the first row
+        return super().begin_tree(root_token, max_depth)
+
+    def add_gates(self, level: Level) -> Gates:
+        scaled = level.logprobs[:, :, None] / self.temperatures - self.recorder.log_sums[:, None]
+        self.values = scaled + self.parents[:, None]  # log p(v), [n, k, T]
+        best = numpy.concatenate([self.best, *self.values])
+        self.best = -numpy.sort(-best, axis=0)[: self.width.n_best]
+        lowest = numpy.minimum(self.best[-1], math.log(self.width.min_probability))
+        self.is_added = (self.values >= lowest).any(axis=-1)
+        self.is_added[0, 0] |= self.has_chain
+        return {"wide": self.is_added}
+
+    def expand_gates(self, level: Level) -> Gates:
+        is_next = (level.row_depth == 0) & (level.tokens == self.next_token)
+        self.has_chain &= not is_next[0, 0]
+        self.parents = self.values[self.is_added & ~is_next]  # breadth-first, as they are run
+        return {"not in the next tree": ~is_next}
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """The recorded nodes of several texts, one after another: of each text the wide trees, of each
+    tree the nodes in breadth-first order, the root first. Candidates are in the order of nodes."""
+
+    temperatures: ndarray  # [T], increasing
+    tree_sizes: ndarray  # [trees], nodes of each tree
+    n_children: ndarray  # [M], nodes below each node; they are its likeliest candidates
+    n_candidates: ndarray  # [M], recorded below each node; 0 if it was not run
+    tokens: ndarray  # [C] int32
+    logprobs: ndarray  # [C] float32, given the path, at temperature 1
+    log_sums: ndarray  # [nodes that were run, T] float32, log of the sum of p^(1/T)
+
+    def __post_init__(self) -> None:
+        places = {
+            "roots": self.tree_sizes.cumsum() - self.tree_sizes,
+            # A tree's children follow its root in the order of their parents
+            "first_child": 1 + self.n_children.cumsum(dtype=int) - self.n_children
+            + numpy.repeat(numpy.arange(len(self.tree_sizes)), self.tree_sizes),
+            "first_candidate": self.n_candidates.cumsum(dtype=int) - self.n_candidates,
+            "run_index": (self.n_candidates > 0).cumsum() - 1,
+        }  # fmt: skip
+        for name, column in places.items():
+            object.__setattr__(self, name, column)  # the dataclass is frozen
+
+    def child(self, node: int, token: int) -> int:
+        """Return the node of a token below a node, or MISSING."""
+        if node == MISSING:
+            return MISSING
+        first = self.first_candidate[node]
+        found = numpy.flatnonzero(self.tokens[first : first + self.n_children[node]] == token)
+        return int(self.first_child[node] + found[0]) if len(found) else MISSING
+
+    def candidates(self, nodes: list[int], k: int, temperature: int) -> Candidates:
+        """Return the k likeliest candidates below each of n nodes; -inf fills the log-probabilities
+        where fewer are recorded. temperature: its index."""
+        known = numpy.array(nodes).clip(min=0)  # MISSING gets no candidates
+        n_known = numpy.where(numpy.array(nodes) == MISSING, 0, self.n_candidates[known])
+        columns = numpy.arange(k)
+        is_known = columns < n_known[:, None]  # [n, k]
+        places = numpy.where(is_known, self.first_candidate[known][:, None] + columns, 0)
+        sums = self.log_sums[self.run_index[known], temperature]
+        logprobs = self.logprobs[places] / self.temperatures[temperature] - sums[:, None]
+        logprobs = numpy.where(is_known, logprobs, -numpy.inf).astype(numpy.float32)
+        return Candidates(self.tokens[places].astype(numpy.int64), logprobs)
+
+
+class TreeRecorder:
+    """Records the wide trees of texts, as the columns of a CandidateTree."""
+
+    def __init__(self, draft: Model, temperatures: Sequence[float], width: Width):
+        self.draft, self.temperatures, self.width = draft, temperatures, width
+        self.n_columns = min(width.n_best, draft.config.vocab_size)
+        self.trees: list[dict[str, ndarray]] = []
+
+    @torch.inference_mode()
+    def add(self, text: RecordedText) -> None:
+        """Record the candidates at every position of a text but its last one."""
+        drafter = Recorder(self.draft, self.temperatures)
+        drafter.start(text.prompt, len(text.prompt) + len(text.ids) + MAX_ROWS, text.vocab_size)
+        drafter.commit(Tree.from_root(text.prompt[-1]), [0], text.ids[:1])
+        rule = WideRule(drafter, self.width, text.ids[1:])
+        for i, next_token in enumerate(text.ids[1:], start=1):
+            # The loop of dynatree.generate leaves room for the bonus token, too
+            max_depth = len(text.ids) - i - 1
+            tree = grow(rule, text.ids[i - 1], drafter.draft, max_depth, text.vocab_size)
+            self.trees.append(self.columns_of(tree, drafter.levels))
+            drafter.commit(tree, [0], [next_token])
+
+    def columns_of(
+        self, tree: Tree, levels: Sequence[tuple[ndarray, ndarray, ndarray]]
+    ) -> dict[str, ndarray]:
+        """Return the columns of a wide tree. levels: what the draft says after its rows."""
+        is_run = numpy.array(tree.draft_slots) >= 0
+        n_children = numpy.bincount(tree.parents[1:], minlength=len(tree))
+        # One more than are nodes, so that a rule whose trees are inside does not take all
+        n_candidates = (n_children + 1).clip(min=self.width.min_candidates)
+        n_candidates = numpy.where(is_run, n_candidates.clip(max=self.n_columns), 0)
+        columns = {"tree_sizes": numpy.array([len(tree)]), "n_children": n_children}
+        columns["n_candidates"] = n_candidates
+        if levels:  # in the order of draft slots, which is that of rows
+            tokens, logprobs, sums = map(numpy.concatenate, zip(*levels, strict=True))
+            is_kept = numpy.arange(tokens.shape[1]) < n_candidates[is_run][:, None]
+            columns |= {"tokens": tokens[is_kept], "logprobs": logprobs[is_kept], "log_sums": sums}
+        return columns
+
+    def finish(self) -> CandidateTree:
+        """Return the recorded trees."""
+        columns = {
+            name: numpy.concatenate([tree[name] for tree in self.trees if name in tree])
+            for name in DTYPES
+        }
+        return CandidateTree(numpy.array(self.temperatures), **columns)
+
+
+def record_candidates(
+    draft: Model, texts: Sequence[RecordedText], file: Path, width: Width = DEFAULT_WIDTH
+) -> None:
+    """Write the draft's candidates along texts to a file. Raises UsageError."""
+    own = {draft_temperature(text.temperature) for text in texts}
+    recorder = TreeRecorder(draft, sorted({*TEMPERATURES, *own}), width)
+    for text in texts:
+        recorder.add(text)
+    columns = {name: getattr(recorder.finish(), name) for name in ("temperatures", *DTYPES)}
+    columns |= {name: columns[name].astype(dtype) for name, dtype in DTYPES.items()}
+    head = numpy.array(json.dumps({"format": FORMAT, "texts": digest_of(texts)}))
+    content = io.BytesIO()
+    numpy.savez_compressed(content, head=head, **columns)
+    with writing(file):
+        file.write_bytes(content.getvalue())  # at once, so that Ctrl-C leaves no part of a file
+
+
+def load_candidates(file: str | Path, texts: Sequence[RecordedText]) -> CandidateTree:
+    """Return the recorded candidates of these texts. Raises UsageError."""
+    try:
+        with numpy.load(file, allow_pickle=False) as found:
+            head = json.loads(str(found["head"]))
+            columns = {name: found[name] for name in ("temperatures", *DTYPES)}
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{file} is cut or has no recorded candidates") from error
+    if head["format"] != FORMAT:
+        raise UsageError(f"{file} has format {head['format']}, it must be {FORMAT}")
+    if head["texts"] != digest_of(texts):
+        raise UsageError(f"{file} has the candidates of other texts; remove it to record these")
+    return CandidateTree(**columns)
+
+
+def digest_of(texts: Sequence[RecordedText]) -> str:
+    """Return the sha256 of the ids of texts."""
+    ids = [[text.prompt, text.ids] for text in texts]
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+class RecordedDraft:
+    """The recorded candidates of texts in place of a draft model. It is a gpt_neox.Model, so that a
+    generation counts its passes, but it has no logits. RecordedDrafter reads its candidates."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        tree: CandidateTree,
+        texts: Sequence[RecordedText],
+        config: Config,
+        model: Model | None = None,
+    ):
+        """
+        Args:
+            config: the draft's.
+            model: the draft, which answers where nothing is recorded.
+        """
+        self.tree, self.config, self.model = tree, config, model
+        roots = (tree.tree_sizes.cumsum() - tree.tree_sizes).tolist()
+        self.roots: dict[tuple[int, ...], list[int]] = {}  # of each text, by its prompt
+        self.next_roots: dict[int, int] = {}  # of the child of a root that is the next root
+        for text in texts:
+            own = self.roots[tuple(text.prompt)] = roots[: len(text.ids) - 1]
+            roots = roots[len(own) :]
+            for root, token, next_root in zip(own, text.ids[1:], own[1:], strict=False):
+                if (child := tree.child(root, token)) != MISSING:
+                    self.next_roots[child] = next_root
+
+    def new_cache(self, capacity: int) -> RecordedCache:
+        return RecordedCache()
+
+    def prefill(self, tokens: list[int], cache: RecordedCache) -> Tensor:
+        cache.length += len(tokens)
+        return torch.empty(1, 0)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, cache: RecordedCache, mask: Tensor | None = None
+    ) -> Tensor:
+        return torch.empty(len(tokens), 0)
+
+    def child(self, node: int, token: int) -> int:
+        """Return the node of a token below a node, or MISSING if nothing is recorded below it."""
+        found = MISSING if node == MISSING else self.tree.child(node, token)
+        found = self.next_roots.get(found, found)
+        return MISSING if found == MISSING or not self.tree.n_candidates[found] else found
+
+    def temperature_index(self, temperature: float) -> int:
+        """Return the index of a recorded temperature. Raises UsageError."""
+        found = numpy.flatnonzero(numpy.isclose(self.tree.temperatures, temperature))
+        if not len(found):
+            recorded = ", ".join(f"{each:g}" for each in self.tree.temperatures)
+            raise UsageError(f"draft_temperature is {temperature}, recorded are {recorded}")
+        return int(found[0])
+
+
+class RecordedDrafter(ModelDrafter):
+    """Drafts from recorded candidates. Its run counts the passes that the draft would make."""
+
+    def __init__(self, run: ModelRun, temperature: float, reads_all: bool = False):
+        """
+        Args:
+            run: of a RecordedDraft.
+            reads_all: all k candidates of a row are read, as calibration does, and not only those
+                that may become rows.
+        """
+        super().__init__(run, temperature)
+        self.reads_all = reads_all
+        self.recorded: RecordedDraft = run.model
+        self.temperature_index = self.recorded.temperature_index(temperature)
+
+    def start(self, prompt: list[int], capacity: int, vocab_size: int) -> None:
+        super().start(prompt, capacity, vocab_size)
+        self.roots = self.recorded.roots[tuple(prompt)]
+        self.n_before = len(prompt) + 1  # tokens up to the root of the first tree
+        if self.recorded.model:
+            self.own_cache = self.recorded.model.new_cache(capacity)
+
+    def draft(self, tree: Tree, rows: list[int], k: int) -> Candidates:
+        self.growing, self.rows = tree, rows
+        if rows == [0]:
+            # Of the rows that are run, by draft slot
+            self.nodes = [self.roots[len(self.text) - self.n_before]]
+        else:
+            for row in rows:
+                parent = self.nodes[tree.draft_slots[tree.parents[row]]]
+                self.nodes.append(self.recorded.child(parent, tree.tokens[row]))
+        return super().draft(tree, rows, k)
+
+    def choose(self, logits: Tensor, k: int) -> Candidates:
+        self.k, nodes = k, self.nodes[-len(self.rows) :]
+        found = self.recorded.tree.candidates(nodes, k, self.temperature_index)
+        least = min(k, self.vocab_size) if self.reads_all else 1
+        for i, row in enumerate(self.rows):
+            if nodes[i] == MISSING or self.recorded.tree.n_candidates[nodes[i]] < least:
+                self.answer(row, found, i)
+        return found
+
+    def answer(self, row: int, found: Candidates, i: int) -> None:
+        """Fill in the candidates of a row for which none are recorded, if the draft is at hand."""
+        model = self.recorded.model
+        if model is None:
+            self.model.is_incomplete = True
+            return
+        path: list[int] = []
+        while row:
+            path.insert(0, self.growing.tokens[row])
+            row = self.growing.parents[row]
+        # The draft runs token 0 in place of a token that its vocabulary lacks
+        ids = self.text[self.own_cache.length :] + path
+        ids = [token if token < model.config.vocab_size else 0 for token in ids]
+        logits = model.prefill(ids, self.own_cache)
+        self.own_cache.rewind(len(self.text))
+        own = super().choose(logits[:, : self.vocab_size], found.tokens.shape[1])
+        n = own.tokens.shape[1]
+        found.tokens[i, :n], found.logprobs[i, :n] = own.tokens[0], own.logprobs[0]
+
+    def commit(self, tree: Tree, path: list[int], tokens: list[int]) -> None:
+        if tree.draft_slots[0] >= 0:
+            self.check_breadth(self.growing)  # as it was before the rule chose the best rows
+        super().commit(tree, path, tokens)
+
+    def check_breadth(self, tree: Tree) -> None:
+        """Find out whether a row has all candidates that are recorded below it, but fewer than the
+        rule asked for. The next one might have become a row, too."""
+        n_recorded = self.recorded.tree.n_candidates
+        for row, n_children in Counter(tree.parents[1:]).items():
+            node = self.nodes[tree.draft_slots[row]]
+            if node != MISSING and n_recorded[node] <= n_children < self.k:
+                self.model.is_incomplete = True
