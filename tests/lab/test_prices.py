@@ -3,9 +3,18 @@
 import math
 import random
 import statistics
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from small import ROOT, Captured, error_line
+from test_measure import BRIEF, run_bench
+from test_results import AR, make_head, make_text, write_results
+from test_tables import chosen
 
+from dynatree_lab.benchmark.measure import main
+from dynatree_lab.benchmark.plan import build_parser
+from dynatree_lab.benchmark.report import text_frame
 from dynatree_lab.benchmark.results import Line
 from dynatree_lab.methods.costs import LEVEL, MIN_COST, ROW, parse_costs
 from dynatree_lab.replay.prices import Prices, fit, x_ar
@@ -118,3 +127,54 @@ def test_texts_that_do_not_tell_prices_apart() -> None:
     with pytest.raises(ValueError, match="^24 texts"):
         fit(without)
     assert fit(texts[:4] + chain).prices.row == pytest.approx(0.08)
+
+
+def test_the_table_of_prices(tmp_path: Path, capsys: Captured) -> None:
+    """Check that its report ends with the prices of its texts, that its file gives other tables
+    prices, which they record, and that --show takes others. The times are made up."""
+    rows = ",".join(ROWS)
+    assert [case.row for case in chosen("prices")] == list(ROWS)
+    file, other = tmp_path / "prices.jsonl", tmp_path / "other.jsonl"
+    head = make_head([replace(AR, row=row) for row in ROWS], 4, table="prices")
+    lines = [
+        make_text(replace(AR, row=text["row"]), i % 4, text["throughput"]) | text
+        for i, text in enumerate(make_texts(IN_MEMORY, 4, 64, 0.0))
+    ]
+    write_results(file, lines, head)
+    assert main(["--show", str(file), "--columns", "computed"]) == 0
+    shown = capsys.readouterr().out
+    assert "differ from measured ones by 0% in the median row" in " ".join(shown.split())
+    assert "\n\n    --prices 0.92:0.08:0.31\n\n" in shown
+    assert shown.endswith("\n\n    --set costs=0.0001:0.08:0.0001:0.31\n")
+    table = ["--methods", rows, "--columns", "exact", "--prices", str(file)]
+    results, printed = run_bench(other, BRIEF, *table)
+    assert results.head["columns"] == ["exact", "computed"]
+    recorded = results.head["options"]
+    assert (recorded["prices"], recorded["prices_file"]) == ("0.92:0.08:0.31", "prices.jsonl")
+    assert "draft pass, fitted to prices.jsonl." in " ".join(printed.split())
+    assert main(["--resume", str(other)]) == 0 and capsys.readouterr().out == printed
+    assert main(["--show", str(other), "--prices", "0.5:0.5:0"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the prices 0.5:0.5:0 of an iteration, a row and a draft pass." in shown
+    frame = text_frame(results)
+    expected = [x_ar(IN_MEMORY, results.texts[key]) for key in frame.key]
+    assert frame.computed.tolist() == pytest.approx(expected) and frame.computed.max() > 1
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("0.9:0.3:0.1", "--prices 0.9:0.3:0.1: an iteration costs 0.9 and a row 0.3, they must"),
+        ("none.jsonl", "none.jsonl cannot be read: No such file"),
+        (f"{ROOT}/results/main_cpu.jsonl", "0 texts with counted passes do not tell the prices"),
+    ],
+)
+def test_prices_that_are_refused(word: str, message: str, capsys: Captured) -> None:
+    assert message in error_line(capsys, main, [*BRIEF, "--prices", word])
+
+
+def test_measure_prices_is_a_table(capsys: Captured) -> None:
+    args = build_parser().parse_args(["--measure-prices", "--max-new-tokens", "16"])
+    assert args.table == "prices"
+    line = error_line(capsys, main, ["--show", "none.jsonl", "--measure-prices"])
+    assert "error: --table: no effect with --show" in line
