@@ -13,6 +13,7 @@ the docstrings of this package, such as methods/drawn.py, start at this folder.
 methods    all methods but those of draft_tree.py
 engine     the fast model: CUDA graphs, windows, strict mode, ranks
 generation  one text: its options, its loop, its steps
+replay     what a method does, judged by recorded texts
 
 errors     the error of a request that cannot be carried out
 tokens     tokenizers, prompts, streamed text, stop texts

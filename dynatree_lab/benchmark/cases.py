@@ -25,7 +25,8 @@ from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.methods.sampler import Sampling
 
 SYMBOLS = {"prompt_tokens": "L", "new_tokens": "T", "temperature": "t"}  # in labels
-DEFAULT_COLUMNS = ("throughput", "speedup", "tokens_per_iter", "exact")
+DEFAULT_COLUMNS = ("throughput", "speedup", "tokens_per_iter", "draft_passes", "exact")
+PRICES = "prices"  # table of --measure-prices
 HEAD = "head"  # word of a row that drafts with the EAGLE head of --head
 CONTROL = "ar rows=16"  # in half precision, shows what rounding changes without any drafting
 Size = tuple[int, int, float]  # prompt tokens, new tokens, temperature

@@ -36,10 +36,12 @@ from dynatree_lab.benchmark.memory import measure_in_new_process
 from dynatree_lab.benchmark.plan import (
     Plan,
     build_parser,
+    choose_columns,
     describe_tables,
     make_plan,
     read_options,
     require_alone,
+    resolve_prices,
 )
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
@@ -306,12 +308,13 @@ def execute(args: argparse.Namespace) -> int:
         print(describe_tables())
         return 0
     if args.show is not None:
-        require_alone(args, "--show", "--columns", "--format")
+        require_alone(args, "--show", "--columns", "--format", "--prices")
         results = from_rank_0(load, args.show)
         import_unchanged(results)
         if not results.texts:
             raise UsageError(f"{args.show} has no texts yet; use --resume to generate them")
-        print_table(results, args.columns or results.head["columns"], args.format)
+        results.head["options"] |= resolve_prices(args.prices)
+        print_table(results, choose_columns(args, results.head["columns"]), args.format)
         return 0
     if args.resume is not None:
         require_alone(args, "--resume", "--format", "--load", "--prompts")

@@ -20,6 +20,7 @@ from dynatree_lab.benchmark.cases import (
     CONTROL,
     HEAD,
     PRESETS,
+    PRICES,
     TABLES,
     UNAVAILABLE,
     Case,
@@ -33,7 +34,7 @@ from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
-from dynatree_lab.benchmark.results import FORMAT, Line, Results
+from dynatree_lab.benchmark.results import FORMAT, Line, Results, load
 from dynatree_lab.cli.load import add_load_option, digest_files
 from dynatree_lab.cli.options import (
     PAIRS,
@@ -50,6 +51,7 @@ from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import FLAGS, GenerationConfig
 from dynatree_lab.pair import Pair, choose_device, choose_dtype, with_draft
+from dynatree_lab.replay.prices import Prices, fit
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 ALL_PAIRS = PAIRS | {name: partial(enlarged_pair, name) for name in SHAPES}
@@ -83,6 +85,9 @@ def build_parser() -> Parser:
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
+    prices = "the table that fits prices to its texts: --table prices"
+    fitting = {"action": "store_const", "const": PRICES, "default": "main"}
+    add("--measure-prices", dest="table", **fitting, help=prices)
     add("--tables", action="store_true", help="list tables and columns, and exit")
     options = (*FLAGS, "window=N", "sinks=S", HEAD)
     words = " ".join(f"[{word}]" for word in options if word != "keep")
@@ -92,6 +97,12 @@ def build_parser() -> Parser:
     add_load_option(parser)
     shown = "columns to show by name or title, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
+    priced = (
+        "add column x ar computed: I:R:D of an iteration, a row and a draft pass, in iterations "
+    )
+    add(
+        "--prices", metavar="P", help=f"{priced}of ar (I + R = 1), or a results file to fit them to"
+    )
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
     add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")
     source = parser.add_mutually_exclusive_group().add_argument
@@ -148,7 +159,8 @@ def require_alone(args: argparse.Namespace, option: str, *allowed: str) -> None:
     """Raise UsageError for options that have no effect together with this one."""
     actions = [a for a in build_parser()._actions if getattr(args, a.dest, a.default) != a.default]
     given = [action.option_strings[0] for action in actions]
-    others = [name for name in given if name not in (option, *allowed)]
+    names = (option, *allowed, "--measure-prices")  # this one sets --table
+    others = [name for name in given if name not in names]
     if others:
         raise UsageError(f"{', '.join(others)}: no effect with {option}")
 
@@ -166,6 +178,26 @@ def read_options(head: Line) -> argparse.Namespace:
     defaults = vars(build_parser().parse_args([]))
     threads = {"threads": head["machine"]["threads"]}
     return argparse.Namespace(**(defaults | threads | head["options"]))
+
+
+def choose_columns(args: argparse.Namespace, columns: Sequence[str]) -> list[str]:
+    """Return the columns of the options, by default these, and the computed one of prices."""
+    found = list(args.columns or columns)
+    return found + ["computed"] * (args.prices is not None and "computed" not in found)
+
+
+def resolve_prices(word: str | None) -> dict[str, str | None]:
+    """Return the options that record the word of --prices: three numbers, and the name of the
+    results file that they are fitted to, if the word is one. Raises UsageError."""
+    if word is None:
+        return {}
+    is_file = ":" not in word or os.path.exists(word)
+    try:
+        texts = from_rank_0(load, word).texts.values() if is_file else ()
+        prices = fit(texts).prices if is_file else Prices.parse(word)
+    except ValueError as error:
+        raise UsageError(f"--prices {word}: {error}") from error
+    return {"prices": str(prices), "prices_file": Path(word).name if is_file else None}
 
 
 def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan:
@@ -204,7 +236,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "format": FORMAT,
         "table": args.table,
         "title": describe_preset(args.table, cases, models),
-        "columns": args.columns or list(table.columns),
+        "columns": choose_columns(args, table.columns),
         "is_sorted": table.is_sorted,
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
@@ -241,9 +273,9 @@ def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
 
 
 def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with the target and draft of --pair or of the table, and with absolute
-    paths, so that --resume works in every folder."""
-    found = vars(args).copy()
+    """Return the options with the target and draft of --pair or of the table, prices as numbers,
+    and absolute paths, so that --resume works in every folder."""
+    found = vars(args) | resolve_prices(args.prices)
     has_own = args.target is None and args.draft is None
     pair = found["pair"] or (PAIR_OF_TABLE.get(args.table) if has_own else None)
     if args.table == "streamed" and args.target_memory is None:

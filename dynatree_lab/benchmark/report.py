@@ -11,24 +11,28 @@ authors compute speed-ups. docs/results.md explains the metrics, which are those
 
 import argparse
 import math
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import pandas as pd
 
-from dynatree_lab.benchmark.cases import Case, labels
+from dynatree_lab.benchmark.cases import PRICES, Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
 from dynatree_lab.cli.compare import is_tie, unknown_distribution
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
+from dynatree_lab.replay.prices import Fit, Prices, fit, x_ar
 
 NUMBERS = {  # by column: title, metric, format
     "throughput": ("tok/s", "throughput", "{:.1f}"),
     "speedup": ("x {baseline}", "speedup", "{:.2f}x"),
     "predicted": ("predicted", "predicted", "{:.2f}x"),
+    "computed": ("x ar computed", "computed", "{:.2f}x"),
     "end_to_end": ("end-to-end tok/s", "end_to_end", "{:.1f}"),
     "wall": ("wall ms/token", "wall_ms", "{:.2f}"),
     "setup": ("set-up s", "setup_s", "{:.2f}"),
@@ -40,6 +44,7 @@ NUMBERS = {  # by column: title, metric, format
     "top1_match": ("top-1 match", "top1_match", "{:.2f}"),
     "code_acceptance": ("accept (code)", "code_acceptance", "{:.1%}"),
     "drafted_per_iter": ("drafted/iter", "drafted_per_iter", "{:.1f}"),
+    "rows": ("rows/tree", "rows", "{:.1f}"),
     "iterations": ("iters", "iterations", "{:.0f}"),
     "draft_passes": ("passes", "draft_passes", "{:.2f}"),
     "draft_pass": ("draft ms/pass", "draft_pass_ms", "{:.2f}"),
@@ -49,6 +54,7 @@ NUMBERS = {  # by column: title, metric, format
     "repetition": ("repeat", "repetition", "{:.2f}"),
     "peak": ("peak MB", "peak_mb", "{:.0f}"),
 }
+NARROW = ("rows", "draft_passes")  # without quartiles, so that the default columns fit 80 columns
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
@@ -73,6 +79,8 @@ def text_frame(results: Results) -> pd.DataFrame:
     draft_pass_ms     milliseconds of drafting per pass of the draft
     speedup           x ar as measured
     predicted         x ar as predicted from the times of single passes
+    computed          x ar as computed from prices, if there are any
+    rows              rows of a target pass: the drafted ones and the root
     is_compared       whether the text must equal that of a reference, which was measured
     is_different      whether its ids differ from the reference's
     at, gap           index of the first token that differs, and compare.rounding_gap there
@@ -87,9 +95,28 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
     counts = zip(texts.target_rows, texts.draft_rows, strict=True)
     texts["predicted_ms"] = [predict_ms(results.step_times, *rows) for rows in counts]
+    if prices := choose_prices(results):
+        texts["computed"] = [x_ar(prices, results.texts[key]) for key in keys]
+    texts["rows"] = 1 + texts.drafted_per_iter
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
+
+
+def choose_prices(results: Results) -> Prices | None:
+    """Return the prices of --prices or, in table prices, those of its texts; None if there are
+    none."""
+    if word := results.head["options"].get("prices"):
+        return Prices.parse(word)
+    found = fit_own(results)
+    return found and found.prices
+
+
+def fit_own(results: Results) -> Fit | None:
+    """Return the prices fitted to the texts of table prices. Return None for other tables, or while
+    its texts do not suffice."""
+    with suppress(ValueError):
+        return fit(results.texts.values()) if results.head["table"] == PRICES else None
 
 
 def predict_ms(times: StepTimes | None, target_rows: object, draft_rows: object) -> float:
@@ -148,13 +175,24 @@ def values(metric: str, texts: pd.DataFrame) -> pd.Series:
     return found if metric in ("speedup", "predicted") or len(found) == len(texts) else found[:0]
 
 
+def write(form: str, number: float) -> str:
+    """Return a number as text, from 100 on without decimals."""
+    return (re.sub(r"\.\df", ".0f", form) if number >= 100 else form).format(number)
+
+
+def narrow_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
+    """Return the median."""
+    found = values(metric, texts)
+    return "" if found.empty else write(form, found.median())
+
+
 def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
     """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
     quartiles are equal."""
     found = values(metric, texts)
     if found.empty:
         return ""
-    low, median, high = (form.format(found.quantile(q)) for q in (0.25, 0.5, 0.75))
+    low, median, high = (write(form, found.quantile(q)) for q in (0.25, 0.5, 0.75))
     spread = f" ({low.removesuffix('x')}-{high.removesuffix('x')})"
     return median if low == high else median + spread
 
@@ -164,7 +202,7 @@ def mean_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
     does; only the mean of a single text."""
     found = values(metric, texts)
     numbers = [statistics.mean(found), statistics.pstdev(found)] if len(found) else []
-    return " ± ".join(form.format(number) for number in numbers[: len(found)])
+    return " ± ".join(write(form, number) for number in numbers[: len(found)])
 
 
 def ratio(metric: str, texts: pd.DataFrame) -> float:
@@ -198,7 +236,7 @@ def exact_cell(texts: pd.DataFrame) -> str:
 
 
 COLUMNS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by name: title, cell
-    name: (title, partial(median_cell, metric, form))
+    name: (title, partial(narrow_cell if name in NARROW else median_cell, metric, form))
     for name, (title, metric, form) in NUMBERS.items()
 }
 COLUMNS["tokens_pooled"] = "tok/iter pooled", pooled_cell
@@ -249,16 +287,21 @@ def text_report(results: Results, columns: Sequence[str], width: int) -> str:
     texts = text_frame(results)
     lines = table_of(results, texts, columns).to_string(line_width=width).splitlines()
     table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
-    prose = [textwrap.fill(line, width) for line in [caption(results), *notes(results, texts)]]
-    settings = describe_settings(results, texts)  # not filled, to be copied
+    prose = [
+        textwrap.fill(line, width) for line in [caption(results), *notes(results, texts, columns)]
+    ]
+    settings = [
+        *describe_settings(results, texts),
+        *describe_prices(results),
+    ]  # not filled, to be copied
     return "\n\n".join([prose[0], table, *prose[1:], *settings])
 
 
 def markdown_report(results: Results, columns: Sequence[str]) -> str:
     texts = text_frame(results)
     table = "\n".join(markdown_lines(table_of(results, texts, columns)))
-    sentences = "\n".join(f"- {note}" for note in notes(results, texts))
-    settings = describe_settings(results, texts)
+    sentences = "\n".join(f"- {note}" for note in notes(results, texts, columns))
+    settings = [*describe_settings(results, texts), *describe_prices(results)]
     return "\n\n".join([caption(results), table, sentences, *settings])
 
 
@@ -318,9 +361,9 @@ def machine_text(machine: Line) -> str:
     return f"{where}, {libraries}, Python {machine['python']}, commit {machine['commit']}"
 
 
-def notes(results: Results, texts: pd.DataFrame) -> Iterator[str]:
-    """Yield the notes below the table: its title, the source of published figures, texts that are
-    not exact, and the bandwidth floor."""
+def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iterator[str]:
+    """Yield the notes below a table of these columns: its title, the source of published figures
+    and of prices, texts that are not exact, and the bandwidth floor."""
     if results.head["title"]:
         yield f"{results.head['title']}."
     if any(case.published for case in results.cases):
@@ -341,8 +384,28 @@ def notes(results: Results, texts: pd.DataFrame) -> Iterator[str]:
         yield "A strict row is compared with strict ar at the same number of rows per pass."
     if any(case.has_window for case in results.cases):
         yield "A row with a window is compared with ar with that window."
+    if "computed" in columns:
+        yield describe_computed(results)
+    if own := fit_own(results):
+        yield f"Prices fitted to these texts: {own.describe_errors()}."
     if results.step_times:
         yield from time_notes(results, results.step_times, texts)
+
+
+def describe_computed(results: Results) -> str:
+    """Return a note on the prices of column computed."""
+    if not (prices := choose_prices(results)):
+        return "Without prices, x ar computed is empty: use --prices or --measure-prices."
+    file = results.head["options"].get("prices_file")
+    source = f", fitted to {file}" if file else ""
+    return f"x ar computed has the prices {prices} of an iteration, a row and a draft pass{source}."
+
+
+def describe_prices(results: Results) -> Iterator[str]:
+    """Yield the prices of table prices, as options to be copied."""
+    if own := fit_own(results):
+        yield f"Prices of this machine and pair:\n\n    --prices {own.prices}"
+        yield f"Costs of auto and of cost gates that follow:\n\n    --set costs={own.prices.costs}"
 
 
 def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Iterator[str]:

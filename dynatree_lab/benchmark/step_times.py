@@ -29,6 +29,7 @@ from dynatree_lab.engine.scores import Ranking
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, StreamedLayers
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
+from dynatree_lab.methods.costs import MIN_COST
 from dynatree_lab.methods.eagle import EagleHead
 
 COPY_BYTES = 2**28  # larger than any cache, so that memory is measured
@@ -37,7 +38,6 @@ FITTED_ROWS = 64  # of the largest pass that the costs are fitted to; auto has 4
 REPORTED = [1, 4, 16, 64]  # rows of the passes whose costs are reported
 REPORTED_ROWS = f"{', '.join(map(str, REPORTED))} rows"
 FIRST_ROWS = 4  # of the first draft pass of an iteration: three committed tokens and the root
-MIN_COST = 0.0001  # in passes of one row; the settings take no cost of 0
 # What passes of target and draft rank on CUDA, as those of DynaTree's default settings
 RANKINGS = Ranking(), Ranking(3, are_logprobs=True)
 

@@ -95,8 +95,8 @@ def rows_of(results: Results, *columns: str) -> list[list[str]]:
     return [["method", *table.columns], *map(list, table.itertuples(name=None))]
 
 
-def notes_of(results: Results) -> list[str]:
-    return list(notes(results, text_frame(results)))
+def notes_of(results: Results, *columns: str) -> list[str]:
+    return list(notes(results, text_frame(results), columns))
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_cells_are_medians_with_quartiles_and_speedups_are_by_prompt(results: Re
     assert rows_of(results, "throughput", "speedup", "tokens_per_iter", "exact") == [
         ["method", "tok/s", "x ar", "tok/iter", "exact"],
         ["ar", "80.0 (70.0-90.0)", "", "0.50", ""],
-        ["fixed", "80.0 (55.0-140.0)", "1.00x (0.75-1.50)", "0.50", "2/3"],
+        ["fixed", "80.0 (55.0-140)", "1.00x (0.75-1.50)", "0.50", "2/3"],
         ["hf-assisted", "40.0 (35.0-45.0)", "0.50x", "0.50", "3/3"],
     ]
     sampled = [replace(case, temperature=0.6) for case in CASES]
@@ -136,11 +136,11 @@ def test_means_and_deviations_are_over_prompts(lines: list[Line]) -> None:
     assert rows_of(make_results(lines), *columns) == [
         ["method", "tok/s mean", "x ar mean", "accept (code) mean", "accept mean"],
         ["ar", "80.0 ± 16.3", "", "", "0.50 ± 0.00"],
-        ["fixed", "103.3 ± 71.3", "1.17x ± 0.62x", "110.0% ± 14.1%", "0.50 ± 0.00"],
+        ["fixed", "103 ± 71.3", "1.17x ± 0.62x", "110.0% ± 14.1%", "0.50 ± 0.00"],
         ["hf-assisted", "40.0 ± 8.2", "0.50x ± 0.00x", "", ""],
     ]
     one = rows_of(make_results(lines[:2]), *columns)
-    assert one[2] == ["fixed", "200.0", "2.00x", "100.0%", "0.50"], "one prompt has no deviation"
+    assert one[2] == ["fixed", "200", "2.00x", "100.0%", "0.50"], "one prompt has no deviation"
 
 
 def test_a_ratio_of_means_is_no_mean_of_ratios(lines: list[Line]) -> None:
@@ -200,6 +200,27 @@ def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None
     assert notes_of(found)[-1].endswith("more than 10 %: fixed +20%.")
 
 
+def test_speeds_are_computed_from_prices(lines: list[Line]) -> None:
+    """Check column and note with prices of an option, of a file, and without any. A text whose
+    passes were not counted has no speed."""
+    for ar, fixed in zip(lines[::3], lines[1::3], strict=True):
+        ar |= {"target_rows": {"1": 63}, "draft_rows": {}}
+        fixed |= {"target_rows": {"4": 21}, "draft_rows": {"1": 42}, "drafted_per_iter": 3.0}
+    columns = ("computed", "rows", "draft_passes")
+    for options, speed, note in (
+        ({}, ["", "", ""], "Without prices, x ar computed is empty: use --prices or --measure-pr"),
+        ({"prices": "0.9:0.1:0.3"}, ["1.00x", "1.58x", ""], "prices 0.9:0.1:0.3 of an iteration, "),
+        ({"prices": "0.5:0.5:0", "prices_file": "a.jsonl"}, ["1.00x", "1.20x", ""], "to a.jsonl."),
+    ):
+        found = make_results(lines, make_head(CASES, options=options))
+        header, *rows = rows_of(found, *columns)
+        assert header[1:] == ["x ar computed", "rows/tree", "passes"]
+        assert [row[1] for row in rows] == speed and rows[1][2:] == ["4.0", "0.50"]
+        assert rows[2][2:] == ["", ""], "transformers reports no trees"
+        assert note in notes_of(found, *columns)[-1]
+    assert len(notes_of(found, "speedup")) == len(notes_of(found, *columns)) - 1
+
+
 def test_published_figures_are_shown_next_to_measured_ones(lines: list[Line]) -> None:
     cases = [AR, replace(CASES[1], published={"speedup_mean": "1.47x"}), CASES[2]]
     found = make_results(lines, make_head(cases))
@@ -214,11 +235,11 @@ def test_an_unfinished_run_is_shown_as_unfinished(lines: list[Line]) -> None:
     assert "UNFINISHED" not in text_report(make_results(lines), DEFAULT_COLUMNS, 80)
     fixed = lines[1::3]
     assert rows_of(make_results(fixed), *DEFAULT_COLUMNS)[1:] == [
-        ["fixed", "80.0 (55.0-140.0)", "", "0.50", ""]
+        ["fixed", "80.0 (55.0-140)", "", "0.50", "0.50", ""]
     ]
     del fixed[0]["throughput"]
     found = make_results(fixed)
-    assert rows_of(found, *DEFAULT_COLUMNS)[1:] == [["fixed", "", "", "0.50", ""]]
+    assert rows_of(found, *DEFAULT_COLUMNS)[1:] == [["fixed", "", "", "0.50", "0.50", ""]]
     report = text_report(found, ("tpot", "ttft_mean", "acceptance_rate_mean", "draft_mean"), 50)
     assert report.startswith("UNFINISHED, 3 of 9 texts. ablation: 3 prompts")
     assert report.count("\nfixed ") == 2 and max(map(len, report.splitlines())) <= 50
