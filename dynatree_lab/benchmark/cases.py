@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
+from dynatree import draft_temperature
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.prompts import DATASETS, SCRIPT, SCRIPT_TEXTS
 from dynatree_lab.cli.compare import strict_reference
@@ -44,6 +45,7 @@ class Case:
     reference: str = "ar"  # row whose greedy text must have the same ids
     draft_temperature: float | None = None  # where it has an effect; older files: None for 1
     is_drawn: bool = False  # draw the candidates of greedy text
+    is_replayed: bool = False  # over a recorded text or ar's, without the target
     acceptance: str | None = None  # of sampled text; None: the row's or the method's own
     published: dict[str, str] = field(default_factory=dict, hash=False)  # a paper's, by column
 
@@ -135,11 +137,13 @@ class Part:
     """A part of a table in tables.toml: the rows and sizes to run on one dataset."""
 
     rows: Sequence[str]
+    searched: Sequence[str] = ()  # rows that are replayed over ar's texts
     dataset: str = DATASETS[0]
     n_prompts: int = 12
     prompt_tokens: Sequence[int] = (150,)
     new_tokens: Sequence[int] = (128,)
     temperature: Sequence[float] = (0.0,)
+    text_temperature: float | None = None  # of recorded texts; None if the target writes them
     draft_temperature: float | None = None  # of cases where it has an effect
     top_k_temperature: float | None = None  # the same, for top-k candidates only
     drawn: Sequence[str] = ()  # methods that draw the candidates of greedy text
@@ -166,7 +170,9 @@ def read_part(found: dict) -> Part:
     """Return a part of tables.toml, with its published figures by row and size."""
     columns, cells = found.pop("published_columns", []), found.pop("published", {})
     patterns = found.pop("rows", [row for row in cells if row not in HF_METHODS])
-    part = Part(rows=[row for pattern in patterns for row in expand(pattern)], **found)
+    searched = [row for pattern in found.pop("searched", ()) for row in expand(pattern)]
+    rows = [row for pattern in patterns for row in expand(pattern)]
+    part = Part(rows=rows, searched=searched, **found)
     pairs = product([*part.rows, *HF_METHODS], part.sizes())
     cases = [Case(row, part.dataset, *size) for row, size in pairs]
     for case, label in zip(cases, labels(cases), strict=True):
@@ -219,6 +225,8 @@ def choose_parts(args: argparse.Namespace) -> list[Part]:
     first = next(iter(parts.values()))
     if args.prompts is not None:
         parts = {Path(args.prompts).name: first}
+    elif args.replay is not None:
+        parts = {Path(args.replay).name: first}
     elif args.dataset is not None:
         base = "wikitext2" if args.dataset == SCRIPT else args.dataset
         parts = {args.dataset: parts.get(base, first)}
@@ -255,6 +263,9 @@ def choose_cases(
     for part in parts:
         rows = add_references([*(args.methods or [*part.rows, *control]), *(args.add or ())], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
+        searched = [] if args.methods else [row for row in part.searched if row not in rows]
+        found = [make_case(row, part, size) for size in part.sizes() for row in searched]
+        cases += [replace(case, is_replayed=True) for case in found]
     return cases
 
 
@@ -318,4 +329,7 @@ def make_case(row: str, part: Part, size: Size) -> Case:
         given = given or part.top_k_temperature
     sampling = Sampling(case.temperature, draft_temperature=given, draws_greedy=is_drawn)
     resolved = method.draft_temperature(sampling)
+    if part.text_temperature is not None:
+        own = given or method.facts.draft_temperature
+        resolved = own or draft_temperature(part.text_temperature)
     return replace(case, draft_temperature=resolved, is_drawn=is_drawn)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, product
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from dynatree_lab.benchmark.plan import (
     require_alone,
     resolve_prices,
 )
+from dynatree_lab.benchmark.replaying import recorded_text, replayed, replayed_line
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
@@ -52,13 +53,16 @@ from dynatree_lab.cli.load import digest_files, import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.cli.program import command_name, print_line, run_command_line
 from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
-from dynatree_lab.engine.ranks import from_rank_0, run_on_ranks, world_size
+from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.generation.step import Step
 from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
+from dynatree_lab.replay.candidates import record_candidates
+from dynatree_lab.replay.texts import append_text
 from dynatree_lab.request import Request
 
+UNRECORDED = ("methods", "add", "columns", "hf", "baseline", "output", "prices")  # by --record
 TIMED_ROWS = 256  # of the largest single pass that is timed; more if a tree is larger
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
@@ -88,8 +92,9 @@ class TableRun:
     def measure_all(self) -> None:
         """Generate the texts that the results file lacks, then compare them with ar's."""
         jobs = [job for job in self.all_jobs() if job.key not in self.results.texts]
+        jobs.sort(key=lambda job: job.case.is_replayed)  # they need ar's texts, and no clock
         if not self.plan.is_memory_table:  # a memory table runs each text in a new process
-            self.warm_up([job.case for job in jobs])
+            self.warm_up([job.case for job in jobs if not job.case.is_replayed])
             self.time_passes()
         with progress_bar(jobs) as bar:
             for job in bar:
@@ -107,7 +112,11 @@ class TableRun:
         """Yield the jobs in order: by round, dataset, prompt and case. A different case comes first
         on each prompt."""
         for round_index, dataset in product(range(self.results.n_rounds), self.plan.prompts):
-            cases = [case for case in self.results.cases if case.dataset == dataset]
+            cases = [
+                case
+                for case in self.results.cases
+                if case.dataset == dataset and (round_index == 0 or not case.is_replayed)
+            ]
             n_prompts = len(self.plan.prompts[dataset])
             for prompt in range(n_prompts):
                 first = (round_index * n_prompts + prompt) % len(cases)
@@ -136,7 +145,19 @@ class TableRun:
         return load_s["target"] + (load_s["draft"] if case.is_drafting else 0.0)
 
     def pair_of(self, case: Case) -> Pair:
+        if case.is_replayed and not self.args.replay:
+            return self.replayed_pair
         return self.plan.eagle_pair if case.uses_head else self.pair
+
+    @cached_property
+    def replayed_pair(self) -> Pair:
+        """The pair whose target is the recorded texts of ar, which come first."""
+        texts = [
+            recorded_text(self.request_of(job), self.results.ids[text["ids_digest"]])
+            for job in self.all_jobs()
+            if job.case.row == "ar" and (text := self.results.texts[job.key]) and not job.round
+        ]
+        return replayed(self.pair, texts)
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
@@ -184,6 +205,8 @@ class TableRun:
         if self.plan.is_memory_table:
             metrics, ids = measure_in_new_process(self.args, case, prompt_ids, self.seed_of(job))
             line |= metrics
+        elif case.is_replayed:
+            return line | replayed_line(self.generate(job), case.generation_config())
         else:
             steps = self.generate(job)
             ids = token_ids(steps)
@@ -319,6 +342,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.resume is not None:
         require_alone(args, "--resume", "--format", "--load", "--prompts")
         return resume_table(args)
+    if args.record is not None:
+        return record_table(args)
     return measure_table(args)
 
 
@@ -332,6 +357,34 @@ def measure_table(args: argparse.Namespace) -> int:
         raise UsageError(f"{file} exists already; use another name, or --resume to continue it")
     plan = make_plan(args)
     return run_table(TableRun(plan, Results(plan.head), file))
+
+
+def record_table(args: argparse.Namespace) -> int:
+    """Write the texts of ar after the table's prompts to a new file, and the draft's candidates.
+    Raises UsageError."""
+    if given := [name for name in UNRECORDED if getattr(args, name)]:
+        raise UsageError(f"{', '.join(f'--{name}' for name in given)}: no effect with --record")
+    files = [Path(name) for name in (args.record, args.candidates) if name]
+    for file in files:
+        if from_rank_0(file.exists):
+            raise UsageError(f"{file} exists already; use another name")
+    plan = make_plan(argparse.Namespace(**(vars(args) | {"methods": ["ar"]})))
+    run = TableRun(plan, Results(plan.head), files[0])
+    if len(run.results.cases) > 1:
+        sizes = "--prompt-tokens, --max-new-tokens and --temperature"
+        raise UsageError(f"--record: table {args.table} has several sizes; choose one by {sizes}")
+    texts = []
+    with progress_bar(list(run.all_jobs())) as bar:
+        for job in bar:
+            request = run.request_of(job)
+            texts.append(recorded_text(request, token_ids(request.decode())))
+            if rank() == 0:
+                append_text(files[0], texts[-1])
+    print_line(f"{len(texts)} texts in {files[0]}")
+    if args.candidates and rank() == 0:
+        print_line(f"recording the draft's candidates in {files[1]}")
+        record_candidates(plan.pair.draft, texts, files[1])
+    return 2 if plan.has_invalid_prompts else 0
 
 
 def resume_table(args: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
+from dynatree_lab.benchmark.replaying import open_replay, part_of, read_texts_of, replayable
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results, load
 from dynatree_lab.cli.load import add_load_option, digest_files
@@ -58,7 +59,7 @@ ALL_PAIRS = PAIRS | {name: partial(enlarged_pair, name) for name in SHAPES}
 PAIR_OF_TABLE = {"streamed": "enlarged_streamed"}
 STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
-UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair")
+UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair", "record")
 PATHS = ("target", "draft", "head")  # options that may be paths
 
 
@@ -109,6 +110,11 @@ def build_parser() -> Parser:
     source("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
     prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
     source("--prompts", metavar="FILE", help=prompts)
+    replay = "recorded texts (.jsonl) or a text of people, in place of the target"
+    source("--replay", metavar="FILE", help=replay)
+    recorded = "with --replay or --record: the draft's candidates, recorded if FILE is not there"
+    add("--candidates", metavar="FILE", help=recorded)
+    add("--record", metavar="FILE", help="write ar's texts for --replay to a new file, and exit")
     add("--n-prompts", type=count, metavar="N", help="number of prompts (default: the table's)")
     add("--prompt-tokens", type=list_of(count), metavar="N,...", help="lengths to cut prompts to")
     lengths = {"dest": "new_tokens", "type": list_of(count)}  # the name in results files
@@ -169,7 +175,8 @@ def recorded_options(args: argparse.Namespace) -> Line:
     """Return the options that a results file records: all that change what is measured. Of the file
     of prompts it is the name, because others may read the results."""
     given = {name: value for name, value in vars(args).items() if name not in UNRECORDED_OPTIONS}
-    given["prompts"] = args.prompts and Path(args.prompts).name
+    for name in ("prompts", "replay", "candidates"):
+        given[name] = given[name] and Path(given[name]).name
     return {name: value for name, value in given.items() if value not in (None, False)}
 
 
@@ -207,29 +214,27 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     """
     table = find_table(args.table)
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
-    parts = choose_parts(args)
-    cases = choose_cases(parts, args, [CONTROL] if is_half and "exact" in table.columns else [])
+    texts = read_texts_of(args, table.parts[0]) if args.replay else []
+    parts = [part_of(texts, table.parts[0], args)] if texts else choose_parts(args)
+    is_controlled = is_half and "exact" in table.columns and not texts
+    cases = choose_cases(parts, args, [CONTROL] if is_controlled else [])
+    if texts:
+        cases = replayable(cases, is_named=bool(args.methods))
     check_options(args, cases)
     args = resolve_models(args)
     load_before = one_minute_load()
-    texts = [
-        from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts) for part in parts
-    ]
-    needs_draft = any(case.is_drafting or case.is_hf for case in cases)
+    needs_draft = any(case.is_drafting or case.is_hf for case in cases) or bool(args.candidates)
     needs_draft |= "predicted" in (args.columns or table.columns)  # from passes of both models
-    pair = open_pair(args, needs_draft, announce=print_line)
+    pair = open_replay(args, texts) if texts else open_pair(args, needs_draft, print_line)
     models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
     if any(case.uses_head for case in cases):
         models["head"] = args.head or embedded_head()
         eagle_pair = with_draft(pair, find_checkpoint(models["head"]), pair.draft.dtype)
     check_lengths(cases, pair)
-    n_ids = pair.target.config.vocab_size
-    encoded = [encode_valid(found, pair.tokenizer, n_ids) for found in texts]
-    prompts = {
-        part.dataset: choose_prompts(found, part)
-        for part, found in zip(parts, encoded, strict=True)
-    }
+    prompts, has_invalid = {parts[0].dataset: [text.prompt for text in texts]}, False
+    if not texts:
+        prompts, has_invalid = encode_prompts(args, parts, pair)
     all_ids = [prompt for ids in prompts.values() for prompt in ids]
     names = [f"{len(ids)} {name}" if len(parts) > 1 else name for name, ids in prompts.items()]
     head = {
@@ -250,9 +255,21 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         require_same_conditions(previous.head, head)
     longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
     pass_context = longest + parts[0].new_tokens[0] // 2
-    has_invalid = sum(map(len, encoded)) < sum(map(len, texts))
     given = args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table
     return Plan(*given, has_invalid_prompts=has_invalid)
+
+
+def encode_prompts(
+    args: argparse.Namespace, parts: Sequence[Part], pair: Pair
+) -> tuple[Prompts, bool]:
+    """Return the prompts of these parts, and whether an invalid one was left out."""
+    n_ids, prompts, has_invalid = pair.target.config.vocab_size, {}, False
+    for part in parts:
+        texts = from_rank_0(load_prompts, part.dataset, args.prompts, part.n_prompts)
+        encoded = encode_valid(texts, pair.tokenizer, n_ids)
+        prompts[part.dataset] = choose_prompts(encoded, part)
+        has_invalid |= len(encoded) < len(texts)
+    return prompts, has_invalid
 
 
 def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:

@@ -47,7 +47,9 @@ class Results:
     def n_missing(self) -> int:
         """Number of texts that an unfinished table lacks."""
         n_prompts = self.head["n_prompts"]  # by dataset
-        n_texts = self.n_rounds * sum(n_prompts[case.dataset] for case in self.cases)
+        n_rounds = (1 if case.is_replayed else self.n_rounds for case in self.cases)
+        pairs = zip(self.cases, n_rounds, strict=True)
+        n_texts = sum(n * n_prompts[case.dataset] for case, n in pairs)
         return n_texts - len(self.texts)
 
     def add(self, line: Line) -> None:

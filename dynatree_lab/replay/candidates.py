@@ -223,15 +223,23 @@ class TreeRecorder:
         return CandidateTree(numpy.array(self.temperatures), **columns)
 
 
-def record_candidates(
-    draft: Model, texts: Sequence[RecordedText], file: Path, width: Width = DEFAULT_WIDTH
-) -> None:
-    """Write the draft's candidates along texts to a file. Raises UsageError."""
+def make_candidates(
+    draft: Model, texts: Sequence[RecordedText], width: Width = DEFAULT_WIDTH
+) -> CandidateTree:
+    """Return the draft's candidates along texts."""
     own = {draft_temperature(text.temperature) for text in texts}
     recorder = TreeRecorder(draft, sorted({*TEMPERATURES, *own}), width)
     for text in texts:
         recorder.add(text)
-    columns = {name: getattr(recorder.finish(), name) for name in ("temperatures", *DTYPES)}
+    return recorder.finish()
+
+
+def record_candidates(
+    draft: Model, texts: Sequence[RecordedText], file: Path, width: Width = DEFAULT_WIDTH
+) -> None:
+    """Write the draft's candidates along texts to a file. Raises UsageError."""
+    candidates = make_candidates(draft, texts, width)
+    columns = {name: getattr(candidates, name) for name in ("temperatures", *DTYPES)}
     columns |= {name: columns[name].astype(dtype) for name, dtype in DTYPES.items()}
     head = numpy.array(json.dumps({"format": FORMAT, "texts": digest_of(texts)}))
     content = io.BytesIO()

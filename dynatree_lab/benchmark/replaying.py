@@ -1,0 +1,170 @@
+"""Replay in the benchmark: recording the texts of a table's prompts, and tables without a target.
+
+    dynatree-bench --record texts.jsonl --candidates candidates.npz
+    dynatree-bench --replay texts.jsonl --candidates candidates.npz --methods "linear K=8,dynatree"
+
+A replayed text has no times. Its line in the results file has the rows of all passes, from which
+`--prices` compute the speed. docs/replay.md explains both programs.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from dynatree_lab import __version__
+from dynatree_lab.benchmark.cases import Case, Part
+from dynatree_lab.benchmark.machine import path_from_root
+from dynatree_lab.benchmark.prompts import pick_evenly
+from dynatree_lab.benchmark.results import Line
+from dynatree_lab.benchmark.step_times import count_passes
+from dynatree_lab.cli.options import set_threads
+from dynatree_lab.cli.program import print_line
+from dynatree_lab.engine.checkpoint import find_checkpoint
+from dynatree_lab.errors import UsageError
+from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.step import Step
+from dynatree_lab.metrics import measure
+from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
+from dynatree_lab.replay.candidates import RecordedDraft, make_candidates
+from dynatree_lab.replay.models import RecordedTarget, require_replayable
+from dynatree_lab.replay.texts import (
+    SUFFIX,
+    RecordedText,
+    read_replay,
+    tokenizer_digest,
+    weights_name,
+)
+from dynatree_lab.request import Request
+from dynatree_lab.tokens import load_tokenizer
+
+# The metrics of a replayed text: those that are no times
+REPLAYED_METRICS = (
+    "iterations", "tokens_per_iter", "accepted_per_iter", "drafted_per_iter", "acceptance_rate",
+    "draft_passes", "repetition",
+)  # fmt: skip
+OF_TARGET = ("target", "dtype", "target_memory", "temperature", "top_p", "seed", "hf", "record")
+
+
+def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
+    """Return the texts of --replay: as many as --n-prompts says, else all. part: the table's, whose
+    sizes are those of a text of people. Raises UsageError."""
+    if given := [name for name in OF_TARGET if getattr(args, name)]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{options}: no effect with --replay, which has the texts already")
+    is_recorded = Path(args.replay).suffix == SUFFIX
+    if is_recorded and args.prompt_tokens:
+        raise UsageError("--prompt-tokens: no effect with --replay, which has the prompts already")
+    sizes = [getattr(args, name) or getattr(part, name) for name in ("prompt_tokens", "new_tokens")]
+    n_texts = args.n_prompts or part.n_prompts  # of a text of people
+    tokenizer, n_ids = None, 0
+    if args.draft or not args.candidates:
+        checkpoint = find_checkpoint(args.draft or TINY / "draft", print_line)
+        tokenizer, n_ids = load_tokenizer(checkpoint.folder), checkpoint.config.vocab_size
+    texts = read_replay(args.replay, tokenizer, n_ids, (n_texts, sizes[0][0], sizes[1][0]))
+    if len({text.temperature for text in texts}) > 1:
+        raise UsageError(f"{args.replay} has texts of several temperatures, it must have one")
+    return pick_evenly(texts, args.n_prompts or len(texts))
+
+
+def part_of(texts: Sequence[RecordedText], part: Part, args: argparse.Namespace) -> Part:
+    """Return a part moved to recorded texts, all of which are cut to the shortest one's length.
+    Raises UsageError for --max-new-tokens above it."""
+    shortest = min(len(text.ids) for text in texts)
+    new_tokens = args.new_tokens or [shortest]
+    if max(new_tokens) > shortest:
+        longest = f"{args.replay} has a text of {shortest} tokens"
+        raise UsageError(f"--max-new-tokens is {max(new_tokens)}, but {longest}")
+    return replace(
+        part,
+        dataset=Path(args.replay).name,
+        n_prompts=len(texts),
+        prompt_tokens=[max(len(text.prompt) for text in texts)],
+        new_tokens=new_tokens,
+        rows=[*part.rows, *part.searched],
+        searched=(),
+        temperature=[0.0],
+        text_temperature=texts[0].temperature,
+        published={},
+        drawn=(),
+    )
+
+
+def replayable(cases: Sequence[Case], is_named: bool) -> list[Case]:
+    """Return the cases that a replay can have. Raises UsageError for another one if the options
+    name it, else prints a note.
+
+    is_named: the rows are those of the options, not the table's.
+    """
+    found = []
+    for case in cases:
+        try:
+            require_row_replayable(case)
+            found.append(replace(case, is_replayed=True))
+        except UsageError as error:
+            if is_named:
+                raise
+            print_line(f"note: left out is {error}")
+    return found
+
+
+def require_row_replayable(case: Case) -> None:
+    """Raise UsageError if a replay cannot have a case."""
+    if case.is_hf or case.uses_head:
+        raise UsageError(f"{case.row}: a recorded text has only the target's tokens")
+    config = case.generation_config()
+    try:
+        require_replayable(config, config.method, None, [])
+    except UsageError as error:
+        raise UsageError(f"{case.row}: {error}") from error
+
+
+def open_replay(args: argparse.Namespace, texts: Sequence[RecordedText]) -> Pair:
+    """Return the pair of recorded texts and the draft of the options. Raises UsageError."""
+    set_threads(args.threads, choose_device(args.device))
+    return load_pair(
+        draft=args.draft,
+        device=args.device,
+        draft_dtype=args.draft_dtype,
+        announce=print_line,
+        replay=texts,
+        candidates=args.candidates,
+    )
+
+
+def replayed_line(steps: Sequence[Step], config: GenerationConfig) -> Line:
+    """Return the part of a replayed text's line in a results file: what is no time."""
+    metrics = asdict(measure(steps))
+    found: Line = {name: metrics[name] for name in REPLAYED_METRICS}
+    found |= count_passes(steps, config)
+    return found | {"incomplete": sum(not step.is_complete for step in steps)}
+
+
+def recorded_text(request: Request, ids: list[int]) -> RecordedText:
+    """Return ar's ids of a request as a recorded text."""
+    pair, sampling = request.pair, request.config.sampling
+    return RecordedText(
+        prompt=request.prompt,
+        ids=ids,
+        model=path_from_root(str(pair.report["target"])),
+        weights=weights_name(pair.target_folder),
+        dtype=dtype_name(pair.target.dtype),
+        vocab_size=pair.target.config.vocab_size,
+        eos_ids=list(pair.target.config.eos_ids),
+        tokenizer=tokenizer_digest(pair.tokenizer),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        program=f"dynatree_lab {__version__}, torch {torch.__version__}",
+    )
+
+
+def replayed(pair: Pair, texts: Sequence[RecordedText]) -> Pair:
+    """Return the pair with recorded texts in place of its target, and with its draft's candidates
+    along them, which are recorded first."""
+    print_line(f"recording the draft's candidates along {len(texts)} texts of ar")
+    candidates = make_candidates(pair.draft, texts)
+    draft = RecordedDraft(candidates, texts, pair.draft.config, pair.draft)
+    return replace(pair, target=RecordedTarget(texts, pair.draft.config), draft=draft)
