@@ -4,6 +4,8 @@
               third, so a machine that stalls now and then changes neither
 _calibration  Are the draft's probabilities right? How often candidates match the target's best
               token, by their probability (DySpec's Figure 2, DEAGLE's Eq. 15)
+_envelope     Which settings are worth their rows? Each method's best tokens per target pass, by
+              its rows; drawn if a method has three settings
 
     for ending, figure in draw(load("results/main_cpu.jsonl")).items():
         figure.savefig(f"main_cpu{ending}.png")
@@ -36,6 +38,11 @@ PALETTE = dict(zip_longest(METHODS, COLOURS, fillvalue=GREY)) | dict.fromkeys(HF
 STYLE = {"figure.dpi": 150, "grid.color": "#E4E4E4", "text.parse_math": False}
 WIDTH = 9  # inches
 MAX_PANELS = 24
+MIN_SETTINGS = 3  # of a method whose front is drawn
+PASSES = "draft passes per iteration"
+ENVELOPE = """\
+Settings that no other of their method beats with as few rows: medians over the texts.
+They depend on the models and the texts, and not on the hardware (but for auto and costs=learned)"""
 MIN_COUNT = 10  # candidates of which a share is shown
 BARS = {  # by metric: title and format
     "throughput": ("tokens/s", "{:,.0f}"),
@@ -80,6 +87,7 @@ def draw(results: Results) -> dict[str, Figure]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # on the layout, which `add_caption` replaces
         grids = {"": bars(texts, results), "_calibration": calibration(texts)}
+        grids["_envelope"] = envelope(texts)
     pyplot.close("all")  # frees pyplot's references; closed figures can still be saved
     text = caption(results)
     return {ending: add_caption(grid.figure, text) for ending, grid in grids.items() if grid}
@@ -139,6 +147,43 @@ def calibration(texts: pd.DataFrame) -> sns.FacetGrid | None:
         panel.axline((0, 0), (1, 1), color=GREY, linewidth=0.8, linestyle=":")
     grid.figure.suptitle("How often a candidate is the target's best token, by its probability")
     return grid
+
+
+def envelope(texts: pd.DataFrame) -> sns.FacetGrid | None:
+    """Draw the fronts of the methods, with a panel for each dataset and size. Return None if no
+    method has MIN_SETTINGS."""
+    texts = texts[texts["rows"].notna()]
+    if not (texts.groupby("method").row.nunique() >= MIN_SETTINGS).any():
+        return None
+    sizes = [label[len(row) + 1 :] for label, row in zip(texts.label, texts.row, strict=True)]
+    points = find_fronts(texts.assign(size=sizes)).rename(columns={"draft_passes": PASSES})
+    found = list(dict.fromkeys(sizes))  # without repeats
+    palette, n_columns = palette_of(texts.method), min(len(found), 2)
+    grid = sns.relplot(
+        points, kind="scatter", x="rows", y="tokens_per_iter", col="size", col_order=found,
+        col_wrap=n_columns, hue="method", hue_order=list(palette), palette=palette, size=PASSES,
+        sizes=(12, 120), zorder=3, height=5.5 / n_columns, aspect=WIDTH / 5.5
+    )  # fmt: skip
+    for (size, method), front in points.groupby(["size", "method"]):
+        panel = grid.axes_dict[size]
+        panel.plot(front.rows, front.tokens_per_iter, color=palette[method], linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.0f}")
+    sns.move_legend(grid, "outside right center")
+    grid.set_titles("{col_name}")
+    grid.set_axis_labels("rows of a target pass", "tokens per target pass")
+    grid.figure.suptitle(ENVELOPE)
+    return grid
+
+
+def find_fronts(texts: pd.DataFrame) -> pd.DataFrame:
+    """Return the medians of each setting on the front of its method: those with more tokens per
+    pass than any setting of no more rows."""
+    lines = ["size", "method"]
+    medians = texts.groupby([*lines, "row"])[["rows", "tokens_per_iter", "draft_passes"]].median()
+    points = medians.reset_index().sort_values(["rows", "tokens_per_iter"], ascending=[True, False])
+    best = points.groupby(lines).tokens_per_iter.cummax()
+    return points[~points.assign(best=best).duplicated([*lines, "best"])]
 
 
 def draw_regimes(runs: dict[str, Results]) -> Figure:

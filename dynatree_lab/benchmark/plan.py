@@ -86,9 +86,8 @@ def build_parser() -> Parser:
     parser.less_memory = "a 16-bit --dtype, fewer --max-new-tokens, --target-memory"
     add = parser.add_argument
     add("--table", default="main", metavar="T", help="table, see --tables (default main)")
-    prices = "the table that fits prices to its texts: --table prices"
     fitting = {"action": "store_const", "const": PRICES, "default": "main"}
-    add("--measure-prices", dest="table", **fitting, help=prices)
+    add("--measure-prices", dest="table", **fitting, help=f"the same as --table {PRICES}")
     add("--tables", action="store_true", help="list tables and columns, and exit")
     options = (*FLAGS, "window=N", "sinks=S", HEAD)
     words = " ".join(f"[{word}]" for word in options if word != "keep")
@@ -98,12 +97,8 @@ def build_parser() -> Parser:
     add_load_option(parser)
     shown = "columns to show by name or title, see --tables (default: the table's)"
     add("--columns", type=list_of(column), metavar="C,...", help=shown)
-    priced = (
-        "add column x ar computed: I:R:D of an iteration, a row and a draft pass, in iterations "
-    )
-    add(
-        "--prices", metavar="P", help=f"{priced}of ar (I + R = 1), or a results file to fit them to"
-    )
+    prices = "for column x ar computed: I:R:D (docs/results.md), or a results file to fit to"
+    add("--prices", metavar="P", help=prices)
     add("--hf", action="store_true", help=f"add rows {', '.join(HF_METHODS)} (need transformers)")
     add("--baseline", type=words_of, metavar="M", help="row of the speed-ups (default ar)")
     source = parser.add_mutually_exclusive_group().add_argument

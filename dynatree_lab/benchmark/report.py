@@ -287,22 +287,18 @@ def text_report(results: Results, columns: Sequence[str], width: int) -> str:
     texts = text_frame(results)
     lines = table_of(results, texts, columns).to_string(line_width=width).splitlines()
     table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
-    prose = [
-        textwrap.fill(line, width) for line in [caption(results), *notes(results, texts, columns)]
-    ]
-    settings = [
-        *describe_settings(results, texts),
-        *describe_prices(results),
-    ]  # not filled, to be copied
-    return "\n\n".join([prose[0], table, *prose[1:], *settings])
+    lines = [caption(results), *notes(results, texts, columns)]
+    prose = [textwrap.fill(line, width) for line in lines]
+    options = describe_options(results, texts)  # not filled, to be copied
+    return "\n\n".join([prose[0], table, *prose[1:], *options])
 
 
 def markdown_report(results: Results, columns: Sequence[str]) -> str:
     texts = text_frame(results)
     table = "\n".join(markdown_lines(table_of(results, texts, columns)))
     sentences = "\n".join(f"- {note}" for note in notes(results, texts, columns))
-    settings = [*describe_settings(results, texts), *describe_prices(results)]
-    return "\n\n".join([caption(results), table, sentences, *settings])
+    options = describe_options(results, texts)
+    return "\n\n".join([caption(results), table, sentences, *options])
 
 
 def markdown_lines(table: pd.DataFrame) -> list[str]:
@@ -401,8 +397,9 @@ def describe_computed(results: Results) -> str:
     return f"x ar computed has the prices {prices} of an iteration, a row and a draft pass{source}."
 
 
-def describe_prices(results: Results) -> Iterator[str]:
-    """Yield the prices of table prices, as options to be copied."""
+def describe_options(results: Results, texts: pd.DataFrame) -> Iterator[str]:
+    """Yield options to be copied: the settings of table tune, or the prices of table prices."""
+    yield from describe_settings(results, texts)
     if own := fit_own(results):
         yield f"Prices of this machine and pair:\n\n    --prices {own.prices}"
         yield f"Costs of auto and of cost gates that follow:\n\n    --set costs={own.prices.costs}"

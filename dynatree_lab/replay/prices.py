@@ -24,7 +24,6 @@ ROUNDING = 0.005  # of iteration + row
 # Smallest singular value of the counts of iterations and rows that are fitted, with columns of
 # length 1. Below it, the prices would have more than ten times the noise of the texts
 MIN_SINGULAR = 0.1
-TINY = 1e-9  # to divide by
 
 
 @dataclass(frozen=True)
@@ -101,21 +100,22 @@ def fit(texts: Iterable[Mapping]) -> Fit:
     """Return the prices that fit measured texts, which are lines of a results file, by least
     squares of relative errors. Raises ValueError if they do not tell the prices apart.
 
-    The price of a draft pass is fitted to the time of drafting, the others to the whole time. Its
-    own price would be lost in the noise of a target's passes that take a thousand times as long.
+    The price of a draft pass is fitted to the time of drafting, the others to the whole time,
+    because a streamed target's passes have more noise than a draft pass has time.
     """
     known = [text for text in texts if text.get("target_rows") and text.get("throughput")]
     ms = numpy.array([(text["new_tokens"] - 1) / text["throughput"] * 1e3 for text in known])
     drafting = numpy.array([text["draft_ms"] * text["iterations"] for text in known]) / ms
     parts = numpy.array([count_parts(text) for text in known]).reshape(-1, 3) / ms[:, None]
-    lengths = numpy.maximum(numpy.linalg.norm(parts, axis=0), TINY)
-    if numpy.linalg.matrix_rank(parts[:, :2] / lengths[:2], MIN_SINGULAR) < 2 or not drafting.any():
+    target, draft = parts[:, :2], parts[:, 2]
+    lengths = numpy.linalg.norm(target, axis=0)
+    if numpy.linalg.matrix_rank(target / lengths, MIN_SINGULAR) < 2 or not draft.any():
         raise ValueError(
             f"{len(known)} texts with counted passes do not tell the prices of an iteration, a row "
             "and a draft pass apart; use texts of ar, linear K=4 and dyspec N=16, for example"
         )
-    (draft_pass,) = solve(parts[:, 2:], drafting)
-    fitted = numpy.append(solve(parts[:, :2], 1 - draft_pass * parts[:, 2]), draft_pass)  # ms [3]
+    (draft_pass,) = solve(draft[:, None], drafting)
+    fitted = numpy.append(solve(target, 1 - draft_pass * draft), draft_pass)  # milliseconds [3]
     errors: dict[str, list[float]] = {}
     for text, error in zip(known, parts @ fitted - 1, strict=True):
         errors.setdefault(text["row"], []).append(float(error))

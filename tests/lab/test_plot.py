@@ -1,15 +1,16 @@
 """Tests of figures: which ones a file gives, the numbers that they show, and their files."""
 
+import random
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas
 import pytest
 from small import Captured, error_line
-from test_results import AR, make_head, make_text, write_results
+from test_results import AR, make_head, make_results, make_text, write_results
 
 from dynatree_lab.benchmark.cases import Case
 from dynatree_lab.benchmark.plot import main
@@ -74,6 +75,44 @@ def test_too_many_panels_are_not_drawn() -> None:
     labels = [f"linear T={n}" for n in range(25)]
     texts = {"label": labels, "method": "linear", "calibration": [counts] * 25}
     assert calibration(pandas.DataFrame(texts)) is None
+
+
+def is_beaten(one: tuple, all_of: list[tuple]) -> bool:
+    """Whether another setting has as many tokens with as few rows, or more."""
+    n_rows, n_tokens, _ = one
+    return any(it != one and it[0] <= n_rows and it[1] >= n_tokens for it in all_of)
+
+
+def test_the_envelope_has_the_front_of_each_method() -> None:
+    """Compare dots and lines with the settings that have more tokens than any setting of their
+    method with no more rows, found one by one. Some have equal rows or equal tokens."""
+    draw = pytest.importorskip("dynatree_lab.benchmark.figures").draw
+    source, points, lines = random.Random(0), {}, []  # points by temperature and row
+    methods = ("linear", "dynatree", "dyspec")
+    for t, method in product((0.6, 0.0), methods):
+        spots = source.sample(list(product(range(2, 10), range(2, 10))), 12)
+        points |= {(t, f"{method} {n}"): (*spot, source.random()) for n, spot in enumerate(spots)}
+    cases = [replace(AR, row=row, temperature=t) for t, row in points]
+    for case, (n_rows, n_tokens, n_passes) in zip(cases, points.values(), strict=True):
+        for prompt, off in enumerate((-0.25, 0.0, 0.5)):  # medians are the points
+            text = make_text(case, prompt, 50.0) | {"draft_passes": n_passes + off}
+            lines.append(text | {"drafted_per_iter": n_rows - 1, "tokens_per_iter": n_tokens + off})
+    figure = draw(make_results(lines, make_head(cases, 3)))["_envelope"]
+    assert [panel.get_title() for panel in figure.axes] == ["t=0.6", "t=0.0"]
+    for panel, t in zip(figure.axes, (0.6, 0.0), strict=True):
+        fronts = []
+        for method in methods:
+            all_of = [points[t, f"{method} {n}"] for n in range(12)]
+            fronts.append(sorted(one for one in all_of if not is_beaten(one, all_of)))
+        drawn = [line.get_xydata().tolist() for line in panel.lines]  # those of the legend: empty
+        expected = sorted([list(one[:2]) for one in front] for front in fronts)
+        assert sorted(filter(None, drawn)) == expected
+        (dots,) = panel.collections
+        in_order = sorted(zip(dots.get_sizes(), dots.get_offsets().tolist(), strict=True))
+        by_passes = sorted(chain(*fronts), key=lambda one: one[2])
+        assert [spot for _, spot in in_order] == [list(one[:2]) for one in by_passes]
+    two = lines[:6]  # settings of one method
+    assert "_envelope" not in draw(make_results(two, make_head(cases[:2], 3)))
 
 
 def test_files(tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
