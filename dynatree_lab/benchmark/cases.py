@@ -164,6 +164,8 @@ class Table:
     columns: Sequence[str] = DEFAULT_COLUMNS
     is_memory_table: bool = False  # measures peak memory, each text in a new process
     is_sorted: bool = False  # by speedup; the report ends with settings (tuning.py)
+    replay: str | None = None  # file of recorded texts in this folder, in place of a target
+    prices: dict[str, str] = field(default_factory=dict)  # by the title of a column of x ar
 
 
 def read_part(found: dict) -> Part:
@@ -264,7 +266,9 @@ def choose_cases(
         rows = add_references([*(args.methods or [*part.rows, *control]), *(args.add or ())], args)
         cases += [make_case(row, part, size) for size in part.sizes() for row in rows]
         searched = [] if args.methods else [row for row in part.searched if row not in rows]
-        found = [make_case(row, part, size) for size in part.sizes() for row in searched]
+        # The full program draws the candidates of sampled text, which no replay can answer
+        greedy = [size for size in part.sizes() if not size[2]]
+        found = [make_case(row, part, size) for size in greedy for row in searched]
         cases += [replace(case, is_replayed=True) for case in found]
     return cases
 

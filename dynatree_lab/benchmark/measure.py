@@ -306,7 +306,7 @@ def resume_hint(run: TableRun) -> str:
     """Return the end of a message: how many texts are missing, and the command that measures them.
     It is empty if none is missing."""
     n_missing, n_ranks = run.results.n_missing, world_size()
-    if not n_missing:
+    if not n_missing or run.args.replay:  # a replay takes seconds
         return ""
     start = command_name("dynatree_lab.benchmark")
     if n_ranks > 1:
@@ -394,6 +394,8 @@ def resume_table(args: argparse.Namespace) -> int:
     file = Path(args.resume)
     results = from_rank_0(load, file)
     options = read_options(results.head)
+    if options.replay:
+        raise UsageError(f"{file} is a replay, which takes seconds: use --replay again")
     options.format = args.format
     options.prompts = args.prompts or options.prompts
     options.load = args.load or options.load

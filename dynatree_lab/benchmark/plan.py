@@ -25,6 +25,7 @@ from dynatree_lab.benchmark.cases import (
     UNAVAILABLE,
     Case,
     Part,
+    Table,
     choose_cases,
     choose_parts,
     find_table,
@@ -51,6 +52,7 @@ from dynatree_lab.engine.checkpoint import find_checkpoint
 from dynatree_lab.engine.ranks import from_rank_0
 from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import FLAGS, GenerationConfig
+from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.pair import Pair, choose_device, choose_dtype, with_draft
 from dynatree_lab.replay.prices import Prices, fit
 
@@ -58,6 +60,7 @@ Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 ALL_PAIRS = PAIRS | {name: partial(enlarged_pair, name) for name in SHAPES}
 PAIR_OF_TABLE = {"streamed": "enlarged_streamed"}
 STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
+REPLAY_COLUMNS = ("tokens_per_iter", "rows", "draft_passes")
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair", "record")
 PATHS = ("target", "draft", "head")  # options that may be paths
@@ -184,6 +187,8 @@ def read_options(head: Line) -> argparse.Namespace:
 
 def choose_columns(args: argparse.Namespace, columns: Sequence[str]) -> list[str]:
     """Return the columns of the options, by default these, and the computed one of prices."""
+    if args.replay:  # a table's columns are mostly times
+        columns = REPLAY_COLUMNS + ("incomplete",) * (args.candidates is not None)
     found = list(args.columns or columns)
     return found + ["computed"] * (args.prices is not None and "computed" not in found)
 
@@ -208,6 +213,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     previous: the content of the file to resume.
     """
     table = find_table(args.table)
+    args = with_recorded_texts(args, table)
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
     texts = read_texts_of(args, table.parts[0]) if args.replay else []
     parts = [part_of(texts, table.parts[0], args)] if texts else choose_parts(args)
@@ -238,6 +244,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "title": describe_preset(args.table, cases, models),
         "columns": choose_columns(args, table.columns),
         "is_sorted": table.is_sorted,
+        "prices": table.prices,
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
         "load_before": load_before,
@@ -252,6 +259,23 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     pass_context = longest + parts[0].new_tokens[0] // 2
     given = args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table
     return Plan(*given, has_invalid_prompts=has_invalid)
+
+
+def with_recorded_texts(args: argparse.Namespace, table: Table) -> argparse.Namespace:
+    """Return the options with the recorded texts of a table that has some, and with a row for each
+    method of --load. Raises UsageError for options that need --replay or prices."""
+    if table.replay and not args.replay:
+        loaded = [name for name in METHODS if name not in PROJECT_METHODS]
+        given = {
+            "replay": Path(__file__).with_name(table.replay),
+            "add": [*(args.add or ()), *loaded],
+        }
+        args = argparse.Namespace(**(vars(args) | given))
+    if args.candidates and not (args.replay or args.record):
+        raise UsageError("--candidates has no effect without --replay or --record")
+    if args.replay and table.is_sorted and not args.prices:
+        raise UsageError("--table tune --replay needs --prices; --measure-prices measures them")
+    return args
 
 
 def encode_prompts(

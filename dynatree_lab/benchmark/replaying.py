@@ -98,15 +98,18 @@ def replayable(cases: Sequence[Case], is_named: bool) -> list[Case]:
 
     is_named: the rows are those of the options, not the table's.
     """
-    found = []
+    found, left_out = [], []
     for case in cases:
         try:
             require_row_replayable(case)
             found.append(replace(case, is_replayed=True))
-        except UsageError as error:
+        except UsageError:
             if is_named:
                 raise
-            print_line(f"note: left out is {error}")
+            left_out.append(case.row)
+    if left_out:
+        why = "they read more of the target than its tokens"
+        print_line(f"note: a replay leaves out {', '.join(left_out)}, because {why}")
     return found
 
 

@@ -23,7 +23,7 @@ import pandas as pd
 from dynatree_lab.benchmark.cases import PRICES, Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
-from dynatree_lab.benchmark.tuning import describe_settings, sort_by_speed
+from dynatree_lab.benchmark.tuning import describe_settings, search, sort_by_speed
 from dynatree_lab.cli.compare import is_tie, unknown_distribution
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
 from dynatree_lab.replay.prices import Fit, Prices, fit, x_ar
@@ -59,7 +59,10 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *(metric for _, metric, _ in NUMBERS.values())]
+MEASURED = list(dict.fromkeys(FIELDS[len(KEYS) :]))
 FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks", "draft_fit"]
+FIELDS += ["incomplete"]  # trees of a replayed text
+MAX_INCOMPLETE = 0.02  # share of such trees above which a row has no numbers
 PROMPT_KEYS = [name for name in KEYS if name != "row"]  # equal for all rows of a prompt
 PUBLISHED_NOTE = "The paper's figures were measured with its own models, hardware and code."
 DRAWN_NOTE = (
@@ -95,28 +98,39 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
     counts = zip(texts.target_rows, texts.draft_rows, strict=True)
     texts["predicted_ms"] = [predict_ms(results.step_times, *rows) for rows in counts]
-    if prices := choose_prices(results):
-        texts["computed"] = [x_ar(prices, results.texts[key]) for key in keys]
+    texts["is_replayed"] = [results.cases[i].is_replayed for i in places]
+    for name, prices in choose_prices(results).items():
+        texts[name] = [x_ar(prices, results.texts[key]) for key in keys]
     texts["rows"] = 1 + texts.drafted_per_iter
+    texts["n_trees"] = texts.iterations
+    texts.loc[is_too_incomplete(texts), MEASURED] = math.nan
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts
 
 
-def choose_prices(results: Results) -> Prices | None:
-    """Return the prices of --prices or, in table prices, those of its texts; None if there are
-    none."""
+def choose_prices(results: Results) -> dict[str, Prices]:
+    """Return the prices by the column that they give: of `computed` those of --prices or, in tables
+    prices and tune, of the texts; then those of the table."""
+    found = {title: Prices.parse(word) for title, word in results.head.get("prices", {}).items()}
     if word := results.head["options"].get("prices"):
-        return Prices.parse(word)
-    found = fit_own(results)
-    return found and found.prices
+        return {"computed": Prices.parse(word)} | found
+    own = fit_own(results)
+    return ({"computed": own.prices} if own else {}) | found
+
+
+def is_too_incomplete(texts: pd.DataFrame) -> pd.Series:
+    """Return which texts are of a row with a larger share of trees that may be incomplete."""
+    of_row = texts.groupby("label")[["incomplete", "n_trees"]].transform("sum")
+    return of_row.incomplete > MAX_INCOMPLETE * of_row.n_trees
 
 
 def fit_own(results: Results) -> Fit | None:
-    """Return the prices fitted to the texts of table prices. Return None for other tables, or while
-    its texts do not suffice."""
+    """Return the prices fitted to the texts of tables prices and tune. Return None for other
+    tables, or while the texts do not suffice."""
     with suppress(ValueError):
-        return fit(results.texts.values()) if results.head["table"] == PRICES else None
+        is_fitted = results.head["table"] == PRICES or results.is_sorted
+        return fit(results.texts.values()) if is_fitted else None
 
 
 def predict_ms(times: StepTimes | None, target_rows: object, draft_rows: object) -> float:
@@ -189,7 +203,11 @@ def narrow_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
 def median_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
     """Return median and quartiles, as "1.27x (1.20-1.33)"; only the median if the formatted
     quartiles are equal."""
-    found = values(metric, texts)
+    return spread(values(metric, texts), form)
+
+
+def spread(found: pd.Series, form: str) -> str:
+    """Return median and quartiles; an empty string for no values."""
     if found.empty:
         return ""
     low, median, high = (write(form, found.quantile(q)) for q in (0.25, 0.5, 0.75))
@@ -235,12 +253,18 @@ def exact_cell(texts: pd.DataFrame) -> str:
     return f"{n - texts.is_different.sum()}/{n}" if n else ""
 
 
+def incomplete_cell(texts: pd.DataFrame) -> str:
+    n = texts.incomplete.sum()
+    return f"{n:.0f} of {texts.n_trees.sum():.0f} trees" if n else ""
+
+
 COLUMNS: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {  # by name: title, cell
     name: (title, partial(narrow_cell if name in NARROW else median_cell, metric, form))
     for name, (title, metric, form) in NUMBERS.items()
 }
 COLUMNS["tokens_pooled"] = "tok/iter pooled", pooled_cell
 COLUMNS["exact"] = "exact", exact_cell
+COLUMNS["incomplete"] = "incomplete", incomplete_cell
 COLUMNS["more_memory"] = "over {baseline}", more_memory_cell
 VARIANTS = {
     f"{name}_mean": (f"{title} mean", partial(mean_cell, metric, form))
@@ -272,6 +296,7 @@ def table_of(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> p
     next to a column the published figures, if there are any."""
     cases = dict(zip(labels(results.cases), results.cases, strict=True))
     texts_of = dict(list(texts.groupby("label", sort=False)))
+    of_table = results.head.get("prices", {})  # their columns come last
     found = {}
     for name in columns:
         title, cell = (COLUMNS | VARIANTS)[name]
@@ -279,26 +304,50 @@ def table_of(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> p
         if any(name in case.published for case in results.cases):
             paper = f"paper {title.replace('x {baseline}', 'x')}"  # it has a baseline of its own
             found[paper] = [cases[label].published.get(name, "") for label in texts_of]
+    for name in of_table:
+        found[name] = [median_cell(name, "{:.2f}x", own) for own in texts_of.values()]
     return pd.DataFrame(found, index=list(texts_of)).rename_axis(columns="method")
+
+
+def tables_of(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> list[pd.DataFrame]:
+    """Return the tables of a report: one of all texts, or, if the table is sorted and settings were
+    searched, one of the measured texts and one of the best settings."""
+    best = search(texts) if results.is_sorted else {}
+    measured = texts[~texts.is_replayed] if best else texts
+    tables = [] if measured.empty else [table_of(results, measured, columns)]
+    if not best:
+        return tables
+    cells = {
+        method: (found.row, *(spread(each, "{:.2f}x") for each in (found.held_out, found.default)))
+        for method, found in best.items()
+    }
+    titles = ["best setting", "x ar computed", "default"]
+    found = pd.DataFrame.from_dict(cells, orient="index", columns=titles)
+    return [*tables, found.rename_axis(columns="method")]
 
 
 def text_report(results: Results, columns: Sequence[str], width: int) -> str:
     """Return the table for a terminal of `width` columns, with its caption and notes."""
     texts = text_frame(results)
-    lines = table_of(results, texts, columns).to_string(line_width=width).splitlines()
-    table = "\n".join(line.rstrip(" \\") for line in lines)  # pandas marks a wrapped table by \
+    tables = [text_lines(each, width) for each in tables_of(results, texts, columns)]
     lines = [caption(results), *notes(results, texts, columns)]
     prose = [textwrap.fill(line, width) for line in lines]
     options = describe_options(results, texts)  # not filled, to be copied
-    return "\n\n".join([prose[0], table, *prose[1:], *options])
+    return "\n\n".join([prose[0], *tables, *prose[1:], *options])
+
+
+def text_lines(table: pd.DataFrame, width: int) -> str:
+    """Return a table for a terminal. pandas marks a wrapped table by backslashes."""
+    lines = table.to_string(line_width=width).splitlines()
+    return "\n".join(line.rstrip(" \\") for line in lines)
 
 
 def markdown_report(results: Results, columns: Sequence[str]) -> str:
     texts = text_frame(results)
-    table = "\n".join(markdown_lines(table_of(results, texts, columns)))
+    tables = ["\n".join(markdown_lines(each)) for each in tables_of(results, texts, columns)]
     sentences = "\n".join(f"- {note}" for note in notes(results, texts, columns))
     options = describe_options(results, texts)
-    return "\n\n".join([caption(results), table, sentences, *options])
+    return "\n\n".join([caption(results), *tables, sentences, *options])
 
 
 def markdown_lines(table: pd.DataFrame) -> list[str]:
@@ -380,6 +429,7 @@ def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iter
         yield "A strict row is compared with strict ar at the same number of rows per pass."
     if any(case.has_window for case in results.cases):
         yield "A row with a window is compared with ar with that window."
+    yield from replay_notes(texts)
     if "computed" in columns:
         yield describe_computed(results)
     if own := fit_own(results):
@@ -388,9 +438,19 @@ def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iter
         yield from time_notes(results, results.step_times, texts)
 
 
+def replay_notes(texts: pd.DataFrame) -> Iterator[str]:
+    """Yield the notes on replayed texts: that they have no times, and how many rows have no numbers
+    because their trees may lack candidates."""
+    if texts.is_replayed.any():
+        yield "Replayed texts have the trees and rows of real runs, and no times."
+    if n := texts[is_too_incomplete(texts)].label.nunique():
+        what = f"of {n} rows, more than {MAX_INCOMPLETE:.0%} of the trees ask for more than that"
+        yield f"The draft's candidates were recorded: {what}. They have no numbers."
+
+
 def describe_computed(results: Results) -> str:
     """Return a note on the prices of column computed."""
-    if not (prices := choose_prices(results)):
+    if not (prices := choose_prices(results).get("computed")):
         return "Without prices, x ar computed is empty: use --prices or --measure-prices."
     file = results.head["options"].get("prices_file")
     source = f", fitted to {file}" if file else ""

@@ -1,8 +1,13 @@
-"""Settings for a pair of models: the order of table tune, and what its report ends with.
+"""Settings for a pair of models: the search of table tune, and what its report ends with.
 
-Below the table are options of the full program: those of the fastest row that is not auto, those of
-auto, the temperature that fits the draft's probabilities to the target's texts, and the acceptance
-probabilities by rank that sequoia, recycle and graft take as `p`.
+Rows that are replayed are settings of a grid (tables.toml). For each method the best of them at
+given prices is chosen on one half of the prompts and scored on the other half, both ways. Methods
+that no replay can have are measured.
+
+Below the tables are options of the full program: those of the best setting found, of the fastest
+measured row that is not auto, and of auto; the temperature that fits the draft's probabilities to
+the target's texts; and the acceptance probabilities by rank that sequoia, recycle and graft take
+as `p`.
 
     results = load("tune.jsonl")
     list(describe_settings(results, text_frame(results)))  # "Options for auto, 1.52x ar: ...", ...
@@ -12,6 +17,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -27,6 +33,7 @@ from gpt_neox import GPTNeoX
 DRAFTED, RETRIEVED = "fixed D=1 B=4 tau=0", "recycle N=9 D_max=1"
 METHODS_WITH_P = {DRAFTED: "sequoia", RETRIEVED: "recycle and graft"}
 DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)  # that are tried
+TEXT_KEYS = ["dataset", "prompt_tokens", "new_tokens", "prompt"]  # of a replayed text
 MODEL_OPTIONS = ("target", "draft", "device", "dtype", "draft_dtype", "threads", "target_memory")
 
 
@@ -38,16 +45,44 @@ def sort_by_speed(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
     return texts.sort_values(["temperature", "median_speedup"], ascending=[True, False])
 
 
+class Best(NamedTuple):
+    """The best setting of a method among those that were replayed, with x ar computed by text."""
+
+    row: str  # chosen by all texts
+    held_out: pd.Series  # of each text, with the setting that is chosen by the other half of them
+    default: pd.Series  # of the method's default setting; empty if it was not replayed
+
+
+def search(texts: pd.DataFrame) -> dict[str, Best]:
+    """Return the best setting of each method, if there are two texts or more. The best one has the
+    highest mean."""
+    found = {}
+    replayed = texts[texts.is_replayed & texts.computed.notna() & (texts.row != "ar")]
+    for method, own in replayed.groupby(replayed.row.str.partition(" ")[0], sort=False):
+        table = own.pivot(index="row", columns=TEXT_KEYS, values="computed").dropna()
+        halves = table.iloc[:, ::2], table.iloc[:, 1::2]
+        if not len(table) or halves[1].empty:
+            continue
+        held_out = [
+            scored.loc[chosen.mean(axis=1).idxmax()] for chosen, scored in (halves, halves[::-1])
+        ]
+        default = table.loc[method] if method in table.index else pd.Series(dtype=float)
+        found[method] = Best(table.mean(axis=1).idxmax(), pd.concat(held_out), default)
+    return found
+
+
 def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     """Yield the settings that the texts of each temperature lead to: a line that names them, and an
     indented one to be copied. Yield nothing if the table is not sorted."""
     if not results.is_sorted:
         return
+    yield from describe_best(results, texts)
     cases = dict(zip(labels(results.cases), results.cases, strict=True))
     for temperature, own in texts.groupby("temperature"):
         rows = own[own.median_speedup.notna() & ~own.row.isin(HF_METHODS)].drop_duplicates("label")
         is_auto = rows.row.str.match(r"auto\b")
-        for name, found in (("the fastest row but auto", rows[~is_auto]), ("auto", rows[is_auto])):
+        others = "the fastest measured row but auto"
+        for name, found in ((others, rows[~is_auto]), ("auto", rows[is_auto])):
             if not found.empty:
                 label, speedup = found[["label", "median_speedup"]].iloc[0]
                 heading = f"Options for {name}, {speedup:.2f}x {results.baseline}:"
@@ -61,6 +96,17 @@ def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
                 where = f"temperature {temperature}, from the children of {n_trees} roots"
                 word = ":".join(f"{p:.3g}" for p in probs)
                 yield f"p of {methods} at {where}:\n\n    --set p={word}"
+
+
+def describe_best(results: Results, texts: pd.DataFrame) -> Iterator[str]:
+    """Yield the options of the best replayed setting of all methods, by its score on texts that did
+    not choose it."""
+    if not (found := search(texts)):
+        return
+    best = max(found.values(), key=lambda each: each.held_out.median())
+    heading = f"Options for {best.row}, {best.held_out.median():.2f}x ar computed:"
+    case = next(case for case in results.cases if case.row == best.row)
+    yield f"{heading}\n\n    {options_of(case, results.head)}"
 
 
 def options_of(case: Case, head: Line) -> str:

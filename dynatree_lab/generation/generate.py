@@ -33,6 +33,7 @@ from dynatree_lab.generation.run import FastRun, ModelRun, Runs
 from dynatree_lab.generation.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
+from dynatree_lab.replay.candidates import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget, at_recorded_temperature, require_replayable
 from gpt_neox import Model
 from verify import Acceptance
@@ -93,6 +94,8 @@ def generate(
         require_replayable(config, method, draft, given)
         target.find(text.ids, text.max_new_tokens)  # raises UsageError if the text is too short
         config = at_recorded_temperature(config, method, target, text.ids)
+    if isinstance(draft, RecordedDraft):
+        draft = draft.suited(method.max_branches, reads_all=method.is_calibrated)
     runs = make_runs(target, draft, drafter, method, config, text)
     if accept is None and config.sampling.is_greedy and method.make_accept:
         accept = method.make_accept()

@@ -300,6 +300,14 @@ class RecordedDraft:
                 if (child := tree.child(root, token)) != MISSING:
                     self.next_roots[child] = next_root
 
+    def suited(self, k: int, reads_all: bool) -> Model:
+        """Return the draft itself, if it is at hand and a method asks for k candidates of each row
+        and fewer are recorded of most rows, else these recorded candidates. reads_all: as
+        RecordedDrafter has it."""
+        recorded = self.tree.n_candidates[self.tree.n_candidates > 0]
+        n_recorded = recorded.min() if reads_all else recorded.max()
+        return self.model if self.model and k > n_recorded else self
+
     def new_cache(self, capacity: int) -> RecordedCache:
         return RecordedCache()
 
