@@ -25,7 +25,7 @@ from dynatree_lab.engine.model import FastGPTNeoX, is_fast
 from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
-from dynatree_lab.errors import UsageError
+from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.replay.candidates import RecordedDraft, load_candidates, record_candidates
 from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.texts import RecordedText, read_replay, require_same_vocabulary
@@ -258,7 +258,7 @@ def load_replay(
 ) -> Pair:
     """Return the pair of recorded texts and of a draft, or its recorded candidates, or both. With
     neither, the draft is the embedded one. options: device and dtype of the draft. Raises
-    UsageError, CheckpointError and OutOfMemory."""
+    ReplayError, CheckpointError, UsageError and OutOfMemory."""
     if not draft and not candidates:
         draft = TINY / "draft"
     checkpoint = find_checkpoint(draft, announce) if draft else None
@@ -284,7 +284,8 @@ def load_replay(
         return pair
     if not Path(candidates).exists() and pair.draft:
         announce(f"recording the draft's candidates in {candidates}")
-        record_candidates(pair.draft, texts, Path(candidates))
+        with writing(candidates):
+            record_candidates(pair.draft, texts, Path(candidates))
     tree = load_candidates(candidates, texts)
     return replace(pair, draft=RecordedDraft(tree, texts, config, pair.draft))
 

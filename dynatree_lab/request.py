@@ -19,11 +19,11 @@ from dynatree_lab.generation.config import SAMPLING, GenerationConfig
 from dynatree_lab.generation.generate import checked_ids, generate
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.replayed import at_recorded_temperature
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.acceptances import default_acceptance
 from dynatree_lab.methods.method import Method
 from dynatree_lab.pair import Pair, length_warning
-from dynatree_lab.replay.models import at_recorded_temperature
 from dynatree_lab.tokens import encode_prompt, known_ids
 from verify import Acceptance
 

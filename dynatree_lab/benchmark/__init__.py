@@ -10,7 +10,8 @@ hf          transformers on the same weights, for comparison rows
 step_times  times of single passes by number of rows, the bandwidth floor, predicted times
 memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
-tuning      order and end of the report of table tune: settings for a pair
+replaying   recorded texts of a table's prompts, and tables over them without a target
+tuning      search of table tune, and the end of its report: settings for a pair
 report      DataFrame of the texts, tables with their columns, captions and notes
 figures     figures of a results file, and the picture of regimes
 regimes     the table of README.md and its picture: speed-ups where rows cost little and much

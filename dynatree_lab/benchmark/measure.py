@@ -379,11 +379,13 @@ def record_table(args: argparse.Namespace) -> int:
             request = run.request_of(job)
             texts.append(recorded_text(request, token_ids(request.decode())))
             if rank() == 0:
-                append_text(files[0], texts[-1])
+                with writing(files[0]):
+                    append_text(files[0], texts[-1])
     print_line(f"{len(texts)} texts in {files[0]}")
     if args.candidates and rank() == 0:
         print_line(f"recording the draft's candidates in {files[1]}")
-        record_candidates(plan.pair.draft, texts, files[1])
+        with writing(files[1]):
+            record_candidates(plan.pair.draft, texts, files[1])
     return 2 if plan.has_invalid_prompts else 0
 
 

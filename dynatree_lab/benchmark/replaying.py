@@ -25,14 +25,16 @@ from dynatree_lab.cli.program import print_line
 from dynatree_lab.engine.checkpoint import find_checkpoint
 from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import GenerationConfig
+from dynatree_lab.generation.replayed import require_replayable
 from dynatree_lab.generation.step import Step
 from dynatree_lab.metrics import measure
 from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
 from dynatree_lab.replay.candidates import RecordedDraft, make_candidates
-from dynatree_lab.replay.models import RecordedTarget, require_replayable
+from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.texts import (
     SUFFIX,
     RecordedText,
+    ReplayError,
     read_replay,
     tokenizer_digest,
     weights_name,
@@ -120,7 +122,7 @@ def require_row_replayable(case: Case) -> None:
     config = case.generation_config()
     try:
         require_replayable(config, config.method, None, [])
-    except UsageError as error:
+    except ReplayError as error:
         raise UsageError(f"{case.row}: {error}") from error
 
 

@@ -26,13 +26,13 @@ from dynatree_lab.benchmark.cases import HEAD, Case, labels
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.results import Line, Results
 from dynatree_lab.generation.step import Step
+from dynatree_lab.replay.candidates import TEMPERATURES
 from gpt_neox import GPTNeoX
 
 # Rows that verify one level of other methods' candidates: the draft's, and successors of a table.
 # The lines of their texts have root_ranks
 DRAFTED, RETRIEVED = "fixed D=1 B=4 tau=0", "recycle N=9 D_max=1"
 METHODS_WITH_P = {DRAFTED: "sequoia", RETRIEVED: "recycle and graft"}
-DRAFT_TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)  # that are tried
 TEXT_KEYS = ["dataset", "prompt_tokens", "new_tokens", "prompt"]  # of a replayed text
 MODEL_OPTIONS = ("target", "draft", "device", "dtype", "draft_dtype", "threads", "target_memory")
 
@@ -56,8 +56,10 @@ class Best(NamedTuple):
 def search(texts: pd.DataFrame) -> dict[str, Best]:
     """Return the best setting of each method, if there are two texts or more. The best one has the
     highest mean."""
-    found = {}
+    found: dict[str, Best] = {}
     replayed = texts[texts.is_replayed & texts.computed.notna() & (texts.row != "ar")]
+    if replayed.empty:
+        return found
     for method, own in replayed.groupby(replayed.row.str.partition(" ")[0], sort=False):
         table = own.pivot(index="row", columns=TEXT_KEYS, values="computed").dropna()
         halves = table.iloc[:, ::2], table.iloc[:, 1::2]
@@ -81,8 +83,7 @@ def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     for temperature, own in texts.groupby("temperature"):
         rows = own[own.median_speedup.notna() & ~own.row.isin(HF_METHODS)].drop_duplicates("label")
         is_auto = rows.row.str.match(r"auto\b")
-        others = "the fastest measured row but auto"
-        for name, found in ((others, rows[~is_auto]), ("auto", rows[is_auto])):
+        for name, found in (("the fastest row but auto", rows[~is_auto]), ("auto", rows[is_auto])):
             if not found.empty:
                 label, speedup = found[["label", "median_speedup"]].iloc[0]
                 heading = f"Options for {name}, {speedup:.2f}x {results.baseline}:"
@@ -129,7 +130,7 @@ def options_of(case: Case, head: Line) -> str:
 def fit_draft(draft: GPTNeoX, prompt: list[int], ids: list[int]) -> Line:
     """Return how a draft's probabilities fit a text of the target's, by one pass over it.
 
-    n: tokens; n_best: those that are the draft's best candidate. For each of DRAFT_TEMPERATURES,
+    n: tokens; n_best: those that are the draft's best candidate. For each of TEMPERATURES,
     confidence is the sum of the best candidates' probabilities, logprob that of the tokens'
     log-probabilities.
     """
@@ -142,7 +143,7 @@ def fit_draft(draft: GPTNeoX, prompt: list[int], ids: list[int]) -> Line:
     is_known = target < n_ids
     found: Line = {"n": len(ids), "n_best": int((logits.argmax(dim=-1) == target).sum())}
     found |= {"confidence": [], "logprob": []}
-    for temperature in DRAFT_TEMPERATURES:
+    for temperature in TEMPERATURES:
         logprobs = torch.log_softmax(logits / temperature, dim=-1)
         found["confidence"].append(float(logprobs.amax(dim=-1).exp().sum()))
         own = logprobs[is_known].gather(1, target[is_known].unsqueeze(1))
@@ -156,8 +157,8 @@ def describe_fit(fits: Sequence[Line], temperature: float) -> str:
     columns = (zip(*(fit[name] for fit in fits), strict=True) for name in ("confidence", "logprob"))
     confidence, logprob = ([sum(column) for column in each] for each in columns)
     best = max(range(len(logprob)), key=logprob.__getitem__)
-    plain, scaled = (confidence[i] / n for i in (DRAFT_TEMPERATURES.index(1.0), best))
-    fitted = DRAFT_TEMPERATURES[best]
+    plain, scaled = (confidence[i] / n for i in (TEMPERATURES.index(1.0), best))
+    fitted = TEMPERATURES[best]
     heading = f"Draft temperature for text at {temperature}, from {n} tokens."
     means = f"{plain:.2f}, at {fitted} {scaled:.2f}; {n_best / n:.2f} of them are right"
     best_has = f"The draft's best candidate\nhas probability {means}:"

@@ -21,11 +21,13 @@ from dynatree_lab.engine.checkpoint import CheckpointError, first_line
 from dynatree_lab.engine.memory import OutOfMemory, is_out_of_memory
 from dynatree_lab.engine.ranks import RanksError
 from dynatree_lab.errors import UsageError
+from dynatree_lab.replay.texts import ReplayError
 from gpt_neox import NonFiniteLogits
 
 COMMANDS = ("dynatree-lab", "dynatree-bench")  # of pyproject.toml
 # Of a closed pipe and of a full disk. Other files raise UsageError (errors.writing)
 STDOUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+USER_MISTAKES = (UsageError, CheckpointError, ReplayError, NonFiniteLogits, RanksError)
 VERSION = f"%(prog)s {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
@@ -122,7 +124,7 @@ def end_stdout(error: OSError) -> int:
 def report_mistake(error: Exception, parser: Parser, where: str = "") -> int:
     """Print one line for a user mistake or a lack of memory, and return status 2. Raise any other
     exception again. where: the start of the line."""
-    if isinstance(error, UsageError | CheckpointError | NonFiniteLogits | RanksError):
+    if isinstance(error, USER_MISTAKES):
         line = str(error)
     elif is_out_of_memory(error):
         # The message of OutOfMemory says what the memory was for

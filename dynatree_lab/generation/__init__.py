@@ -7,5 +7,6 @@ kept      a cache that is kept from one text to the next
 compose   assembly of a method's parts
 record    how a rule decided each tree, for the page
 process   logits processors of the caller
+replayed  what a generation over recorded texts refuses
 step      a step of `generate`, and what keeps its times, scores and log-probabilities
 """

@@ -29,12 +29,13 @@ from dynatree_lab.generation.compose import compose, draft_ranking
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.kept import KeptCache
 from dynatree_lab.generation.process import Process
+from dynatree_lab.generation.replayed import at_recorded_temperature, require_replayable
 from dynatree_lab.generation.run import FastRun, ModelRun, Runs
 from dynatree_lab.generation.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
 from dynatree_lab.replay.candidates import RecordedDraft
-from dynatree_lab.replay.models import RecordedTarget, at_recorded_temperature, require_replayable
+from dynatree_lab.replay.models import RecordedTarget
 from gpt_neox import Model
 from verify import Acceptance
 

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -38,11 +39,12 @@ from torch import Tensor
 from draft_tree import Candidates, Gates, Level, Rule, Tree, grow
 from dynatree import ModelDrafter, draft_temperature
 from dynatree_lab.engine.scores import log_probabilities
-from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.generation.run import ModelRun
 from dynatree_lab.replay.models import RecordedCache
-from dynatree_lab.replay.texts import RecordedText
+from dynatree_lab.replay.texts import RecordedText, ReplayError
 from gpt_neox import Config, Model
+
+if TYPE_CHECKING:
+    from dynatree_lab.generation.run import ModelRun
 
 FORMAT = 1  # version of the file format; files of other versions are refused
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2)  # and the default one of the texts
@@ -237,31 +239,30 @@ def make_candidates(
 def record_candidates(
     draft: Model, texts: Sequence[RecordedText], file: Path, width: Width = DEFAULT_WIDTH
 ) -> None:
-    """Write the draft's candidates along texts to a file. Raises UsageError."""
+    """Write the draft's candidates along texts to a file."""
     candidates = make_candidates(draft, texts, width)
     columns = {name: getattr(candidates, name) for name in ("temperatures", *DTYPES)}
     columns |= {name: columns[name].astype(dtype) for name, dtype in DTYPES.items()}
     head = numpy.array(json.dumps({"format": FORMAT, "texts": digest_of(texts)}))
     content = io.BytesIO()
     numpy.savez_compressed(content, head=head, **columns)
-    with writing(file):
-        file.write_bytes(content.getvalue())  # at once, so that Ctrl-C leaves no part of a file
+    file.write_bytes(content.getvalue())  # at once, so that Ctrl-C leaves no part of a file
 
 
 def load_candidates(file: str | Path, texts: Sequence[RecordedText]) -> CandidateTree:
-    """Return the recorded candidates of these texts. Raises UsageError."""
+    """Return the recorded candidates of these texts. Raises ReplayError."""
     try:
         with numpy.load(file, allow_pickle=False) as found:
             head = json.loads(str(found["head"]))
             columns = {name: found[name] for name in ("temperatures", *DTYPES)}
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise ReplayError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(f"{file} is cut or has no recorded candidates") from error
+        raise ReplayError(f"{file} is cut or has no recorded candidates") from error
     if head["format"] != FORMAT:
-        raise UsageError(f"{file} has format {head['format']}, it must be {FORMAT}")
+        raise ReplayError(f"{file} has format {head['format']}, it must be {FORMAT}")
     if head["texts"] != digest_of(texts):
-        raise UsageError(f"{file} has the candidates of other texts; remove it to record these")
+        raise ReplayError(f"{file} has the candidates of other texts; remove it to record these")
     return CandidateTree(**columns)
 
 
@@ -327,18 +328,18 @@ class RecordedDraft:
         return MISSING if found == MISSING or not self.tree.n_candidates[found] else found
 
     def temperature_index(self, temperature: float) -> int:
-        """Return the index of a recorded temperature. Raises UsageError."""
+        """Return the index of a recorded temperature. Raises ReplayError."""
         found = numpy.flatnonzero(numpy.isclose(self.tree.temperatures, temperature))
         if not len(found):
             recorded = ", ".join(f"{each:g}" for each in self.tree.temperatures)
-            raise UsageError(f"draft_temperature is {temperature}, recorded are {recorded}")
+            raise ReplayError(f"draft_temperature is {temperature}, recorded are {recorded}")
         return int(found[0])
 
 
 class RecordedDrafter(ModelDrafter):
     """Drafts from recorded candidates. Its run counts the passes that the draft would make."""
 
-    def __init__(self, run: ModelRun, temperature: float, reads_all: bool = False):
+    def __init__(self, run: "ModelRun", temperature: float, reads_all: bool = False):
         """
         Args:
             run: of a RecordedDraft.

@@ -2,7 +2,8 @@
 
 A row at a position predicts the token that follows in the text. That is the target's own next token
 after every row on the text's path, and the walk through a tree (verify.walk) reads no other row. So
-the trees, paths and rows are those of the target. What reads more of a target is refused.
+the trees, paths and rows are those of the target. generation/replayed.py refuses what reads more of
+a target.
 
     target = RecordedTarget(read_texts("texts.jsonl"), draft.config)
     text = target.texts[0]
@@ -18,14 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dynatree import draft_temperature
-from dynatree_lab.engine.passes import FULL_ATTENTION
-from dynatree_lab.errors import UsageError
-from dynatree_lab.generation.config import GenerationConfig
-from dynatree_lab.methods.eagle import EagleHead
-from dynatree_lab.methods.method import Method
-from dynatree_lab.replay.texts import RecordedText
-from gpt_neox import Config, Model
+from dynatree_lab.replay.texts import RecordedText, ReplayError
+from gpt_neox import Config
 
 
 class RecordedCache:
@@ -55,15 +50,15 @@ class RecordedTarget:
         self.by_prompt = {tuple(text.prompt): text for text in texts}
 
     def find(self, prompt: Sequence[int], n_tokens: int = 1) -> RecordedText:
-        """Return the text after a prompt. Raises UsageError if none is recorded, or if it has less
+        """Return the text after a prompt. Raises ReplayError if none is recorded, or if it has less
         than n_tokens tokens and does not end in an EOS token."""
         text = self.by_prompt.get(tuple(prompt))
         if text is None:
             others = f"only after {len(self.texts)} others"
-            raise UsageError(f"no text is recorded after this prompt, {others}")
+            raise ReplayError(f"no text is recorded after this prompt, {others}")
         if len(text.ids) < n_tokens and text.ids[-1] not in self.config.eos_ids:
             most = f"the recorded text has {len(text.ids)} tokens"
-            raise UsageError(f"max_new_tokens is {n_tokens}, but {most}")
+            raise ReplayError(f"max_new_tokens is {n_tokens}, but {most}")
         return text
 
     def new_cache(self, capacity: int) -> RecordedCache:
@@ -81,51 +76,14 @@ class RecordedTarget:
 
     def predict(self, positions: Sequence[int], ids: list[int]) -> Tensor:
         """Return logits [n, V] with which the token after each position is certain. Raises
-        UsageError beyond the end of a text. If it ends in an EOS token, nobody reads them there."""
+        ReplayError beyond the end of a text, unless it is an EOS token, after which none is read.
+        """
         last = len(ids) - 1
         if max(positions) >= last and ids[last] not in self.config.eos_ids:
-            raise UsageError(f"the recorded text ends after {len(ids)} tokens, the prompt included")
+            raise ReplayError(
+                f"the recorded text ends after {len(ids)} tokens, the prompt included"
+            )
         logits = torch.full((len(positions), self.config.vocab_size), -torch.inf)
         for row, position in enumerate(positions):
             logits[row, ids[min(position + 1, last)]] = 0.0
         return logits
-
-
-def at_recorded_temperature(
-    config: GenerationConfig, method: Method, target: Model, prompt: Sequence[int]
-) -> GenerationConfig:
-    """Return the config whose draft temperature suits the text that a RecordedTarget continues.
-    With another target, or if the config or the method has a draft temperature, it stays. Raises
-    UsageError if no text is recorded after the prompt."""
-    if not isinstance(target, RecordedTarget):
-        return config
-    text = target.find(prompt)
-    if config.sampling.draft_temperature or method.facts.draft_temperature:
-        return config
-    suited = draft_temperature(text.temperature)
-    return replace(config, sampling=replace(config.sampling, draft_temperature=suited))
-
-
-def require_replayable(
-    config: GenerationConfig, method: Method, draft: Model | None, readers: Sequence[str]
-) -> None:
-    """Raise UsageError for what reads more of a target than the tokens of its text.
-
-    readers: the arguments of a generation that read logits, such as process.
-    """
-    sampling, found = config.sampling, list(readers)
-    if isinstance(draft, EagleHead):
-        found.append("an EAGLE head, which reads hidden states")
-    if sampling.draws_candidates:
-        found.append(f"temperature {sampling.temperature} with drawn candidates")
-    if config.strict:
-        found.append("strict")
-    if config.window != FULL_ATTENTION:
-        found.append("window")
-    if method.facts.target_top_k:
-        found.append("a method with the target's best tokens off the path")
-    if method.make_accept:
-        found.append("a method with an acceptance of its own")
-    if found:
-        why = "a recorded text has only the target's tokens"
-        raise UsageError(f"a replay cannot have {', '.join(found)}, because {why}")

@@ -18,12 +18,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dynatree_lab.engine.checkpoint import weight_files
-from dynatree_lab.errors import UsageError, writing
 
 FORMAT = 1  # version of the file format; files of other versions are refused
 SUFFIX = ".jsonl"  # of files of recorded texts; every other file is a text of people
 SIZES = 12, 150, 128  # of human_texts
 KINDS = {int: int, float: (int, float), str: str, list[int]: list}  # of JSON, by annotation
+
+
+class ReplayError(ValueError):
+    """Recorded texts or candidates that cannot be used. The message is one line for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +61,22 @@ class RecordedText:
 
 def read_texts(file: str | Path) -> list[RecordedText]:
     """Return the texts of a file, of which there is at least one and no two have one prompt. Raises
-    UsageError, which names the line."""
+    ReplayError, which names the line."""
     try:
         lines = Path(file).read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+        raise ReplayError(f"{file} cannot be read: {error.strerror}") from error
     found: dict[tuple[int, ...], RecordedText] = {}
     for number, line in enumerate(lines, start=1):
         try:
             text = parse_text(line)
         except ValueError as error:
-            raise UsageError(f"{file}, line {number}: {error}") from error
+            raise ReplayError(f"{file}, line {number}: {error}") from error
         if tuple(text.prompt) in found:
-            raise UsageError(f"{file}, line {number}: an earlier line has this prompt")
+            raise ReplayError(f"{file}, line {number}: an earlier line has this prompt")
         found[tuple(text.prompt)] = text
     if not found:
-        raise UsageError(f"{file} has no texts")
+        raise ReplayError(f"{file} has no texts")
     return list(found.values())
 
 
@@ -96,8 +99,8 @@ def parse_text(line: bytes) -> RecordedText:
 
 
 def append_text(file: Path, text: RecordedText) -> None:
-    """Add a text to a file. Raises UsageError."""
-    with writing(file), file.open("a", encoding="utf-8") as stream:
+    """Add a text to a file."""
+    with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({"format": FORMAT} | asdict(text)) + "\n")
 
 
@@ -108,11 +111,11 @@ def read_replay(
     sizes: tuple[int, int, int] = SIZES,
 ) -> list[RecordedText]:
     """Return the recorded texts of a .jsonl file; of any other file, human_texts. Raises
-    UsageError."""
+    ReplayError."""
     if Path(file).suffix == SUFFIX:
         return read_texts(file)
     if tokenizer is None:
-        raise UsageError(f"{file} is no {SUFFIX} file, so it is a text of people: add --draft")
+        raise ReplayError(f"{file} is no {SUFFIX} file, so it is a text of people: add --draft")
     return human_texts(file, tokenizer, vocab_size, sizes)
 
 
@@ -122,19 +125,19 @@ def human_texts(
     """Return pieces of a text file as if a target with this vocabulary were to write them.
 
     sizes: the number of pieces, which are evenly spaced, and the ids of each one's prompt and of
-    the rest. Raises UsageError.
+    the rest. Raises ReplayError.
     """
     n_pieces, n_prompt, n_new = sizes
     try:
         ids = tokenizer.encode(Path(file).read_text("utf-8"), add_special_tokens=False).ids
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
+        raise ReplayError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is no text in UTF-8; recorded texts end in {SUFFIX}") from error
+        raise ReplayError(f"{file} is no text in UTF-8; recorded texts end in {SUFFIX}") from error
     n_pieces = min(n_pieces, len(ids) // (n_prompt + n_new))
     if not n_pieces:
         need = f"{n_prompt} of a prompt and {n_new} new ones"
-        raise UsageError(f"{file} has {len(ids)} tokens, it must have {need}")
+        raise ReplayError(f"{file} has {len(ids)} tokens, it must have {need}")
     starts = [i * len(ids) // n_pieces for i in range(n_pieces)]
     return [
         RecordedText(
@@ -170,9 +173,9 @@ def weights_name(folder: Path) -> str:
 
 
 def require_same_vocabulary(texts: Sequence[RecordedText], tokenizer: Tokenizer) -> None:
-    """Raise UsageError unless all texts are of this tokenizer, which is the draft's."""
+    """Raise ReplayError unless all texts are of this tokenizer, which is the draft's."""
     digest = tokenizer_digest(tokenizer)
     for number, text in enumerate(texts, start=1):
         if text.tokenizer != digest:
             what = f"text {number}, of {text.model}, is of another tokenizer than the draft's"
-            raise UsageError(f"{what}; use a draft of this target")
+            raise ReplayError(f"{what}; use a draft of this target")

@@ -13,7 +13,7 @@ from small import ROOT
 LAB = "dynatree_lab"
 # The ground floor, which imports no package
 CORE = [{"gpt_neox", "draft_tree"}, {"verify"}, {"sampling"}, {"dynatree"}, {"bench"}]
-PACKAGES = [{"methods"}, {"engine"}, {"generation"}, {"replay"}, {LAB}, {"cli"}]
+PACKAGES = [{"methods"}, {"engine"}, {"replay"}, {"generation"}, {LAB}, {"cli"}]
 PACKAGES += [{"training", "benchmark"}]
 ALL = [*CORE, *PACKAGES, {"tools"}]
 LAYER = {name: layer for layer, names in enumerate(ALL) for name in names}

@@ -15,7 +15,6 @@ from dynatree_lab.benchmark.cases import TABLES
 from dynatree_lab.benchmark.report import markdown_report, text_report
 from dynatree_lab.benchmark.results import Line, Results
 from dynatree_lab.benchmark.tuning import (
-    DRAFT_TEMPERATURES,
     DRAFTED,
     RETRIEVED,
     count_root_ranks,
@@ -29,6 +28,7 @@ from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.methods import METHODS
 from dynatree_lab.methods.sampler import Sampling
 from dynatree_lab.metrics import token_ids
+from dynatree_lab.replay.candidates import TEMPERATURES
 
 
 def settings_of(report: str) -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_a_draft_is_fitted_to_the_targets_texts() -> None:
             int(x.argmax()) == i for x, i in zip(logits, ids, strict=True)
         )
         for t, confidence, logprob in zip(
-            DRAFT_TEMPERATURES, fits[-1]["confidence"], fits[-1]["logprob"], strict=True
+            TEMPERATURES, fits[-1]["confidence"], fits[-1]["logprob"], strict=True
         ):
             probs = [(x / t).softmax(dim=-1) for x in logits]
             assert confidence == pytest.approx(sum(float(p.max()) for p in probs), rel=1e-4)
