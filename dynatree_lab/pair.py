@@ -26,7 +26,8 @@ from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.replay.candidates import RecordedDraft, load_candidates, record_candidates
+from dynatree_lab.replay.candidates import load_candidates, record_candidates
+from dynatree_lab.replay.draft import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.texts import RecordedText, read_replay, require_same_vocabulary
 from dynatree_lab.tokens import load_tokenizer, require_same_tokenizer

@@ -29,7 +29,8 @@ from dynatree_lab.generation.replayed import require_replayable
 from dynatree_lab.generation.step import Step
 from dynatree_lab.metrics import measure
 from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
-from dynatree_lab.replay.candidates import RecordedDraft, make_candidates
+from dynatree_lab.replay.candidates import make_candidates
+from dynatree_lab.replay.draft import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.texts import (
     SUFFIX,

@@ -35,7 +35,7 @@ from dynatree_lab.methods.eagle import (
 )
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, DrawingSampler, Sampling
-from dynatree_lab.replay.candidates import RecordedDraft, RecordedDrafter
+from dynatree_lab.replay.draft import RecordedDraft, RecordedDrafter
 
 
 class Parts(NamedTuple):

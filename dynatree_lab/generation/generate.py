@@ -34,7 +34,7 @@ from dynatree_lab.generation.run import FastRun, ModelRun, Runs
 from dynatree_lab.generation.step import Choice, Step, TimedDrafter, step_of
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.rules import RuleWrapper
-from dynatree_lab.replay.candidates import RecordedDraft
+from dynatree_lab.replay.draft import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget
 from gpt_neox import Model
 from verify import Acceptance
