@@ -13,7 +13,7 @@ results     results files: a head, and one line for every text
 replaying   recorded texts of a table's prompts, and tables over them without a target
 tuning      search of table tune, and the end of its report: settings for a pair
 report      DataFrame of the texts, tables with their columns, captions and notes
-figures     figures of a results file, and the picture of regimes
-regimes     the table of README.md and its picture: speed-ups where rows cost little and much
+figures     figures of a results file: bars, calibration, and the best settings by rows
+regimes     the table of README.md: speed-ups where rows cost little and much
 plot        command line that draws results files as PNG figures
 """

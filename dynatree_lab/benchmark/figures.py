@@ -12,11 +12,9 @@ _envelope     Which settings are worth their rows? Each method's best tokens per
 """
 
 import json
-import math
 import textwrap
 import warnings
-from dataclasses import replace
-from itertools import product, zip_longest
+from itertools import zip_longest
 
 import matplotlib
 import pandas as pd
@@ -27,7 +25,6 @@ from matplotlib.figure import Figure
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.report import caption, text_frame
 from dynatree_lab.benchmark.results import Results
-from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.html_page import read
 from dynatree_lab.methods import METHODS
 from dynatree_lab.metrics import N_BINS
@@ -50,23 +47,6 @@ BARS = {  # by metric: title and format
     "tokens_per_iter": ("tokens per target pass", "{:.2f}"),
     "peak_mb": ("peak MB", "{:,.0f}"),
 }
-
-# Of the picture of regimes: rows; costs of a pass of 16 rows and of a draft pass, in passes of one
-# row; and such a pair from the calculation of docs/gpu.md, where rows cost nothing
-DRAWN = (
-    "linear", "dynatree", "dynatree calibrate=on", "sequoia", "dyspec N=16 calibrate=on",
-    "dyspec N=64 calibrate=on", "deagle", "lookup",
-)  # fmt: skip
-TREE_COSTS = [1 + i / 4 for i in range(17)]
-DRAFT_COSTS = {"1/10": 0.1, "1/50": 0.02, "1/500": 0.002}
-MODEL = (
-    "Computed from the rows of every pass, medians over the prompts. The model: a pass of the "
-    "target over n rows costs 1 + (c - 1)(n - 1) / 15, where 16 rows cost c; a draft pass costs "
-    "the same for any number of rows; no time passes between passes. A dotted line is what 16 rows "
-    "cost in a column of the table, with the cost of its draft pass, in the panel with the "
-    "nearest; the GPU's are calculated."
-)
-GPU = "paper's GPU, calculated", 1.0, 0.55 / 2.95
 
 
 def palette_of(methods: pd.Series) -> dict[str, str]:
@@ -184,55 +164,3 @@ def find_fronts(texts: pd.DataFrame) -> pd.DataFrame:
     points = medians.reset_index().sort_values(["rows", "tokens_per_iter"], ascending=[True, False])
     best = points.groupby(lines).tokens_per_iter.cummax()
     return points[~points.assign(best=best).duplicated([*lines, "best"])]
-
-
-def draw_regimes(runs: dict[str, Results]) -> Figure:
-    """Return the picture of x ar over what 16 rows cost, with a panel for each cost of a draft
-    pass. runs: those of benchmark/regimes.py."""
-    set_style()
-    found = runs["embedded"]
-    names = ("embedded", "enlarged", "streamed")
-    regimes = [GPU, *(measured_regime(name, runs[name].step_times) for name in names)]
-    lines = []
-    for (draft, draft_cost), tree_cost in product(DRAFT_COSTS.items(), TREE_COSTS):
-        modelled = replace(found, step_times=model_times(tree_cost, draft_cost))
-        medians = text_frame(modelled).groupby("row").predicted.median()
-        lines += [(draft, tree_cost, row, medians[row]) for row in DRAWN]
-    points = pd.DataFrame(lines, columns=["draft", "cost", "row", "x_ar"])
-    grid = sns.relplot(
-        points, kind="line", x="cost", y="x_ar", col="draft", hue="row", style="row",
-        palette={row: PALETTE[row.partition(" ")[0]] for row in DRAWN},
-        dashes={row: (2, 1) if "N=16" in row or row == "dynatree" else "" for row in DRAWN},
-        height=3.6, aspect=WIDTH / 3 / 3.6
-    )  # fmt: skip
-    grid.set_titles("a draft pass costs {col_name} of a target pass").set(ylim=(0, None))
-    grid.set_axis_labels("target pass of 16 rows, in passes of one row", "speedup over ar")
-    for i, (name, tree_cost, draft_cost) in enumerate(regimes):
-        nearest = min(DRAFT_COSTS, key=lambda key: abs(math.log(DRAFT_COSTS[key] / draft_cost)))
-        panel = grid.axes_dict[nearest]
-        panel.axvline(tree_cost, color="black", linewidth=0.9, linestyle=":")
-        place = {"xy": (tree_cost, 0.96 - i / 18), "xycoords": panel.get_xaxis_transform()}
-        shift = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": 7}
-        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-        panel.annotate(f"{name} (1/{1 / draft_cost:,.0f})", **place, **shift, bbox=white)
-    for panel in grid.axes_dict.values():
-        panel.axhline(1, color=GREY, linewidth=0.8)
-    grid.axes_dict["1/50"].legend(grid.legend.legend_handles, DRAWN, loc="upper right")
-    grid.legend.remove()
-    pyplot.close("all")
-    return add_caption(grid.figure, f"{MODEL} {caption(found)}")
-
-
-def measured_regime(name: str, times: StepTimes) -> tuple[str, float, float]:
-    """Return the name, and the costs of a pass of 16 rows and of a draft pass."""
-    one, sixteen = times.interpolate([1, 16], times.target_ms)
-    return name, sixteen / one, times.draft_ms[0] / one
-
-
-def model_times(tree_cost: float, draft_cost: float) -> StepTimes:
-    """Return step times in passes of one row. tree_cost: of 16 rows."""
-    return StepTimes(
-        context=0, rows=[1, 16, 1024],
-        target_ms=[1.0, tree_cost, 1 + (tree_cost - 1) * 1023 / 15], draft_ms=[draft_cost] * 3,
-        target_bytes=0, draft_bytes=0, copy_gb_s=0.0,
-    )  # fmt: skip

@@ -1,12 +1,12 @@
-"""The table of README.md and its picture: the speedup over ar by the cost of a pass of many rows.
+"""The table of README.md: the speedup over ar by the cost of a pass of many rows.
 
 An enlarged target writes the embedded pair's text with the embedded pair's trees. So the rows of
 every pass are known, and the speed over a target that takes seconds per pass is predicted from
-times of single passes. The picture is predicted from a model of these times. The trees of recycle
-and graft may differ, because they read the target's best tokens, whose order rounding may change.
+times of single passes. The trees of recycle and graft may differ, because they read the target's
+best tokens, whose order rounding may change.
 
     # prints the table, then that of the less repetitive half of the prompts
-    python -m dynatree_lab.benchmark.regimes --figure results/regimes.png
+    python -m dynatree_lab.benchmark.regimes
 """
 
 if __name__ == "__main__":
@@ -21,12 +21,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from dynatree_lab.benchmark.plot import import_figures
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
 from dynatree_lab.benchmark.results import Results, load
 from dynatree_lab.benchmark.step_times import REPORTED_ROWS
 from dynatree_lab.cli.program import Parser, run_command_line
-from dynatree_lab.errors import writing
 
 TITLES = {  # of the columns, by run
     "embedded": "embedded pair",
@@ -114,9 +112,6 @@ def execute(args: argparse.Namespace) -> int:
     print("\n".join(table_lines(runs, frames)))
     print(f"\nPrompts {', '.join(map(str, half))}, which repeat less:\n")
     print("\n".join(table_lines(runs, less)))
-    if args.figure:
-        with writing(args.figure):
-            import_figures().draw_regimes(runs).savefig(args.figure)
     return 0
 
 
@@ -127,5 +122,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     where = "folder of the results files (default results)"
     parser.add_argument("folder", nargs="?", default="results", help=where)
-    parser.add_argument("--figure", metavar="FILE", help="also draw the picture as a PNG file")
     return run_command_line(execute, parser, arguments)

@@ -1,4 +1,4 @@
-"""Tests of README.md's table and its picture, on made-up results files."""
+"""Tests of README.md's table, on made-up results files."""
 
 import json
 from dataclasses import asdict, replace
@@ -71,25 +71,6 @@ def test_the_table(folder: Path, capsys: Captured) -> None:
     assert list(cells)[-3:] == ["*not from a paper:*", "auto", "auto, costs given"]
     assert which == "Prompts 1, 2, which repeat less:" and "25% (22%-28%)" in half
     assert "| auto | 16.0 | 0.50 | 1.90x | 1.90x |  | 1.90x |" in half
-
-
-def test_the_picture(folder: Path, tmp_path: Path) -> None:
-    """Check the points of two lines where 16 rows cost 1 and 5 passes, and the file."""
-    figures = pytest.importorskip("dynatree_lab.benchmark.figures")  # it needs seaborn
-    figure = figures.draw_regimes(load_runs(folder))
-    left, middle, right = figure.axes
-    for panel, draft in ((left, 0.1), (middle, 0.02), (right, 0.002)):
-        for i, line in enumerate(panel.lines[: len(figures.DRAWN)], start=1):
-            x, y = line.get_data()
-            assert (x[0], x[-1]) == (1, 5)
-            n = 120 // (ROWS.index(figures.DRAWN[i - 1]) + 1)
-            assert (y[0], y[-1]) == pytest.approx((120 / n / (1 + draft), 120 / n / (5 + draft)))
-    times = figures.model_times(5.0, 0.1)
-    assert times.interpolate([31, 1024], times.target_ms) == pytest.approx([9, 1 + 4 * 1023 / 15])
-    said = [[text.get_text() for text in panel.texts] for panel in figure.axes]
-    assert len(said[0]) == 3 and not said[1] and said[2] == ["streamed (1/500)"]
-    file = tmp_path / "made.png"
-    assert main([str(folder), "--figure", str(file)]) == 0 and file.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_committed_results_name_no_folder_of_their_prompts() -> None:
