@@ -66,8 +66,9 @@ def draw(results: Results) -> dict[str, Figure]:
     texts["method"] = texts.row.str.partition(" ")[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # on the layout, which `add_caption` replaces
-        grids = {"": bars(texts, results), "_calibration": calibration(texts)}
-        grids["_envelope"] = envelope(texts)
+        measured = texts[~texts.is_replayed]
+        grids = {"": bars(measured, results) if len(measured) else None}
+        grids |= {"_calibration": calibration(texts), "_envelope": envelope(texts)}
     pyplot.close("all")  # frees pyplot's references; closed figures can still be saved
     text = caption(results)
     return {ending: add_caption(grid.figure, text) for ending, grid in grids.items() if grid}

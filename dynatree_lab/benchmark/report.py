@@ -306,6 +306,8 @@ def table_of(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> p
             found[paper] = [cases[label].published.get(name, "") for label in texts_of]
     for name in of_table:
         found[name] = [median_cell(name, "{:.2f}x", own) for own in texts_of.values()]
+    if of_table:  # so many columns have no room for quartiles
+        found = {name: [cell.partition(" ")[0] for cell in cells] for name, cells in found.items()}
     return pd.DataFrame(found, index=list(texts_of)).rename_axis(columns="method")
 
 
@@ -337,8 +339,11 @@ def text_report(results: Results, columns: Sequence[str], width: int) -> str:
 
 
 def text_lines(table: pd.DataFrame, width: int) -> str:
-    """Return a table for a terminal. pandas marks a wrapped table by backslashes."""
-    lines = table.to_string(line_width=width).splitlines()
+    """Return a table for a terminal. pandas marks a wrapped table by backslashes, and wraps one that
+    has two columns less."""
+    lines = table.to_string().splitlines()
+    if len(lines[0]) > width:
+        lines = table.to_string(line_width=width).splitlines()
     return "\n".join(line.rstrip(" \\") for line in lines)
 
 
