@@ -339,8 +339,8 @@ def text_report(results: Results, columns: Sequence[str], width: int) -> str:
 
 
 def text_lines(table: pd.DataFrame, width: int) -> str:
-    """Return a table for a terminal. pandas marks a wrapped table by backslashes, and wraps one that
-    has two columns less."""
+    """Return a table for a terminal. pandas marks wrapped lines by a backslash, for which it keeps
+    two columns free even if it need not wrap."""
     lines = table.to_string().splitlines()
     if len(lines[0]) > width:
         lines = table.to_string(line_width=width).splitlines()
