@@ -143,7 +143,7 @@ def human_texts(
         RecordedText(
             prompt=ids[start : start + n_prompt],
             ids=ids[start + n_prompt : start + n_prompt + n_new],
-            model=f"as if it were to write {Path(file).name}",
+            model=f"people ({Path(file).name}), as if the target were to write this",
             weights="",
             dtype="",
             vocab_size=vocab_size,
