@@ -37,6 +37,7 @@ from dynatree_lab.replay.texts import (
     RecordedText,
     ReplayError,
     read_replay,
+    read_texts,
     tokenizer_digest,
     weights_name,
 )
@@ -130,6 +131,8 @@ def require_row_replayable(case: Case) -> None:
 def open_replay(args: argparse.Namespace, texts: Sequence[RecordedText]) -> Pair:
     """Return the pair of recorded texts and the draft of the options. Raises UsageError."""
     set_threads(args.threads, choose_device(args.device))
+    if args.candidates and Path(args.replay).suffix == SUFFIX:
+        texts = read_texts(args.replay)  # a file of candidates belongs to all of them
     return load_pair(
         draft=args.draft,
         device=args.device,

@@ -35,3 +35,11 @@ def test_a_replay_refuses_what_reads_more(folder: Path, capsys: Captured) -> Non
         assert "a replay cannot have" in line and "has only the target's tokens" in line
         with pytest.raises(ReplayError, match="a replay cannot have"):
             lab.write_text(pair, prompt, row, max_new_tokens=12)
+
+
+def test_some_of_the_texts_have_candidates(folder: Path, capsys: Captured) -> None:
+    """Check --n-prompts with candidates that were recorded for all texts."""
+    main(RECORD)
+    capsys.readouterr()
+    assert main([*REPLAY, "linear", "--n-prompts", "1"]) == 0
+    assert "main: 1 prompt (texts.jsonl)" in capsys.readouterr().out
