@@ -263,6 +263,8 @@ def load_replay(
     if not draft and not candidates:
         draft = TINY / "draft"
     checkpoint = find_checkpoint(draft, announce) if draft else None
+    if checkpoint and checkpoint.is_head:
+        raise UsageError(f"{draft} is an EAGLE head, which reads more of a target than its text")
     config = checkpoint.config if checkpoint else Config()
     tokenizer = load_tokenizer(checkpoint.folder) if checkpoint else None
     texts = replay
@@ -280,6 +282,7 @@ def load_replay(
         device = choose_device(options["device"])
         draft_dtype = choose_draft_dtype(options["dtype"], choose_dtype(None, device), device)
         report |= {"device": str(device), "draft_dtype": dtype_name(draft_dtype)}
+        report["dtype"] = report["dtype"] or report["draft_dtype"]  # of a text of people
         pair = with_draft(pair, checkpoint, draft_dtype, device)
     if not candidates:
         return pair

@@ -151,6 +151,8 @@ def make_request(
         config = config.with_sampling(**sampling)
     else:
         raise ValueError(f"config is {config!r:.80}, it must be words or a GenerationConfig")
+    if pair.tokenizer is None:
+        raise ValueError("the pair has no draft and so no tokenizer: use lab.generate with ids")
     config.require_fit([each.config for each in pair.models])
     own = objects.get("rule")
     needs_draft = (config.method_with(own) if own else config.method).needs_draft

@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice, product
@@ -181,7 +181,13 @@ class TableRun:
         if job.case.is_hf:
             arguments = job.case.method, self.prompt_ids(job), job.case.new_tokens, n_steps
             return self.hf.decode(*arguments)
-        return list(islice(self.request_of(job).decode(), n_steps))
+        steps = list(islice(self.request_of(job).decode(), n_steps))
+        if all(step.is_complete for step in steps) or not self.pair_of(job.case).draft.model:
+            return steps
+        # The recorded candidates lack some of a tree's. With the draft at hand, all trees are real
+        request = self.request_of(job)
+        pair = replace(request.pair, draft=request.pair.draft.model)
+        return list(replace(request, pair=pair).decode())
 
     def request_of(self, job: Job) -> Request:
         """Return the request of a text. Without EOS ids, it generates all new tokens."""

@@ -108,7 +108,7 @@ def build_parser() -> Parser:
     source("--dataset", metavar="D", help=f"{', '.join(DATASETS)} (default: the table's)")
     prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text'
     source("--prompts", metavar="FILE", help=prompts)
-    replay = "recorded texts (.jsonl) or a text of people, in place of the target"
+    replay = "recorded texts (.jsonl) or a text of people, in place of the target (docs/replay.md)"
     source("--replay", metavar="FILE", help=replay)
     recorded = "with --replay or --record: the draft's candidates, recorded if FILE is not there"
     add("--candidates", metavar="FILE", help=recorded)
@@ -245,6 +245,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
         "columns": choose_columns(args, table.columns),
         "is_sorted": table.is_sorted,
         "prices": table.prices,
+        "text_temperature": parts[0].text_temperature,
         "options": recorded_options(args),
         "machine": from_rank_0(describe_machine, pair, models, any(c.is_hf for c in cases)),
         "load_before": load_before,
@@ -273,6 +274,8 @@ def with_recorded_texts(args: argparse.Namespace, table: Table) -> argparse.Name
         args = argparse.Namespace(**(vars(args) | given))
     if args.candidates and not (args.replay or args.record):
         raise UsageError("--candidates has no effect without --replay or --record")
+    if args.replay and args.table == PRICES:
+        raise UsageError("--measure-prices has no effect with --replay, which has no times")
     if args.replay and table.is_sorted and not args.prices:
         raise UsageError("--table tune --replay needs --prices; --measure-prices measures them")
     return args

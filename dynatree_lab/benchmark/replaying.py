@@ -66,7 +66,8 @@ def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
     tokenizer, n_ids = None, 0
     if args.draft or not args.candidates:
         checkpoint = find_checkpoint(args.draft or TINY / "draft", print_line)
-        tokenizer, n_ids = load_tokenizer(checkpoint.folder), checkpoint.config.vocab_size
+        n_ids = checkpoint.config.vocab_size  # raises CheckpointError for an EAGLE head
+        tokenizer = load_tokenizer(checkpoint.folder)
     texts = read_replay(args.replay, tokenizer, n_ids, (n_texts, sizes[0][0], sizes[1][0]))
     if len({text.temperature for text in texts}) > 1:
         raise UsageError(f"{args.replay} has texts of several temperatures, it must have one")

@@ -367,7 +367,9 @@ def markdown_lines(table: pd.DataFrame) -> list[str]:
 def caption(results: Results) -> str:
     """Return one line on what was measured, with which models and on which machine."""
     head, machine = results.head, results.head["machine"]
-    temperature = sizes_text(results.cases, "temperature")
+    temperature = head.get("text_temperature")  # of recorded texts
+    if temperature is None:
+        temperature = sizes_text(results.cases, "temperature")
     n_rounds = 1 + max((text["round"] for text in results.texts.values()), default=0)
     what = f"{prompts_text(results)}, temperature {temperature}, rounds: {n_rounds}"
     models = " and ".join(machine[role] for role in ("target", "draft", "head") if role in machine)

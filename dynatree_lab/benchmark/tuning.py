@@ -81,7 +81,8 @@ def describe_settings(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     yield from describe_best(results, texts)
     cases = dict(zip(labels(results.cases), results.cases, strict=True))
     for temperature, own in texts.groupby("temperature"):
-        rows = own[own.median_speedup.notna() & ~own.row.isin(HF_METHODS)].drop_duplicates("label")
+        is_shown = own.median_speedup.notna() & ~own.is_replayed & ~own.row.isin(HF_METHODS)
+        rows = own[is_shown].drop_duplicates("label")
         is_auto = rows.row.str.match(r"auto\b")
         for name, found in (("the fastest row but auto", rows[~is_auto]), ("auto", rows[is_auto])):
             if not found.empty:

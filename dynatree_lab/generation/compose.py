@@ -75,7 +75,7 @@ def source_of_candidates(
         return None
     if isinstance(draft, Drafter):
         return draft
-    is_recorded = draft is not None and isinstance(draft.model, RecordedDraft)
+    is_recorded = isinstance(getattr(draft, "model", None), RecordedDraft)
     if is_recorded and (method.make_drafter or method.facts.reads_entropy):
         raise ValueError("this method reads more of a draft than recorded candidates; use a draft")
     if method.make_drafter:

@@ -44,7 +44,8 @@ class RecordedDraft:
         """
         Args:
             config: the draft's.
-            model: the draft, which answers where nothing is recorded.
+            model: the draft, which answers where nothing is recorded. Where too few candidates of a
+                node are, the step still says that its tree may be incomplete.
         """
         self.tree, self.config, self.model = tree, config, model
         roots = tree.roots.tolist()

@@ -5,8 +5,7 @@ after every row on the text's path, and the walk through a tree (verify.walk) re
 the trees, paths and rows are those of the target. generation/replayed.py refuses what reads more of
 a target.
 
-    target = RecordedTarget(read_texts("texts.jsonl"), draft.config)
-    text = target.texts[0]
+    target = RecordedTarget([text], draft.config)
     for step in generate(target, ModelDrafter(draft), text.prompt, DynaTree().make_rule(), 64):
         print(step.tokens)
 

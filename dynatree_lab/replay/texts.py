@@ -3,8 +3,8 @@
 A file has a text per line, as a JSON object with the fields of RecordedText and the version of the
 format. `dynatree-bench --record` writes such files. docs/replay.md has a recorder for transformers.
 
-    append_text(Path("texts.jsonl"), RecordedText(prompt=[3, 14], ids=[15, 92], model="mine", ...))
-    texts = read_texts("texts.jsonl")
+    append_text(Path("texts.jsonl"), recorded_text)
+    recorded_texts = read_texts(Path("texts.jsonl"))
 
 A text of people, such as a book or source code, can take the place of the target's: human_texts.
 """
