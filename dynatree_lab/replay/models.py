@@ -5,8 +5,8 @@ after every row on the text's path, and the walk through a tree (verify.walk) re
 the trees, paths and rows are those of the target. generation/replayed.py refuses what reads more of
 a target.
 
-    target = RecordedTarget([text], draft.config)
-    for step in generate(target, ModelDrafter(draft), text.prompt, DynaTree().make_rule(), 64):
+    target = RecordedTarget([recorded], draft.config)
+    for step in generate(target, ModelDrafter(draft), recorded.prompt, rule, 64):
         print(step.tokens)
 
 Shapes: n rows of a pass, V vocabulary.

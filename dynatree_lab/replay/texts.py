@@ -3,8 +3,8 @@
 A file has a text per line, as a JSON object with the fields of RecordedText and the version of the
 format. `dynatree-bench --record` writes such files. docs/replay.md has a recorder for transformers.
 
-    append_text(Path("texts.jsonl"), recorded_text)
-    recorded_texts = read_texts(Path("texts.jsonl"))
+    append_text(Path("texts.jsonl"), my_text)
+    my_texts = read_texts("texts.jsonl")
 
 A text of people, such as a book or source code, can take the place of the target's: human_texts.
 """
