@@ -437,6 +437,9 @@ def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iter
     if any(case.has_window for case in results.cases):
         yield "A row with a window is compared with ar with that window."
     yield from replay_notes(texts)
+    if of_table := results.head.get("prices"):
+        prices = ", ".join(f"{title} {word}" for title, word in of_table.items())
+        yield f"Medians. x ar is computed at these prices I:R:D (docs/replay.md): {prices}."
     if "computed" in columns:
         yield describe_computed(results)
     if own := fit_own(results):
