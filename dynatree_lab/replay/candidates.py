@@ -40,6 +40,8 @@ from gpt_neox import Model
 FORMAT = 1  # version of the file format; files of other versions are refused
 TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2)  # and the default one of the texts
 MAX_ROWS = 4096  # of a wide tree
+# What numpy, zipfile and json raise for a file that is no archive of these columns
+INVALID = (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 MISSING = -1  # in place of a node that is not recorded
 DTYPES = {  # of the columns of a CandidateTree in a file
     "tree_sizes": numpy.int32,
@@ -243,16 +245,20 @@ def record_candidates(
 def load_candidates(file: str | Path, texts: Sequence[RecordedText]) -> CandidateTree:
     """Return the recorded candidates of these texts. Raises ReplayError."""
     try:
-        with numpy.load(file, allow_pickle=False) as found:
+        # Opened here, because numpy leaves a file open that is no archive
+        with open(file, "rb") as stream, numpy.load(stream, allow_pickle=False) as found:
+            if found.zip.testzip():
+                raise zipfile.BadZipFile
             head = json.loads(str(found["head"]))
+            version, digest = head["format"], head["texts"]
             columns = {name: found[name] for name in ("temperatures", *DTYPES)}
     except OSError as error:
         raise ReplayError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except INVALID as error:
         raise ReplayError(f"{file} is cut or has no recorded candidates") from error
-    if head["format"] != FORMAT:
-        raise ReplayError(f"{file} has format {head['format']}, it must be {FORMAT}")
-    if head["texts"] != digest_of(texts):
+    if version != FORMAT:
+        raise ReplayError(f"{file} has format {version}, it must be {FORMAT}")
+    if digest != digest_of(texts):
         raise ReplayError(f"{file} has the candidates of other texts; remove it to record these")
     return CandidateTree(**columns)
 

@@ -11,6 +11,7 @@ A text of people, such as a book or source code, can take the place of the targe
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -50,13 +51,18 @@ class RecordedText:
         for f in fields(self):
             value = getattr(self, f.name)
             if not isinstance(value, KINDS[f.type]) or isinstance(value, bool):
-                raise ValueError(f"{f.name} is {value!r:.80}, it must be of type {f.type}")
+                kind = f.type.__name__
+                raise ValueError(f"{f.name} is {value!r:.80}, it must be of type {kind}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}, it must be 0 or more and finite")
         for name in ("prompt", "ids"):
             ids = getattr(self, name)
             known = range(self.vocab_size)
             if not ids or not all(type(token) is int and token in known for token in ids):
                 last = self.vocab_size - 1
                 raise ValueError(f"{name} must have at least one id, and all from 0 to {last}")
+        if not all(type(token) is int for token in self.eos_ids):
+            raise ValueError(f"eos_ids is {self.eos_ids!r:.80}, it must have only ids")
 
 
 def read_texts(file: str | Path) -> list[RecordedText]:
