@@ -48,6 +48,8 @@ def require_replayable(
         found.append("strict")
     if config.window != FULL_ATTENTION:
         found.append("window")
+    if config.commit == "rebuild":
+        found.append("rebuild")
     if method.costs == "learned":
         found.append("costs=learned, which reads times")
     if method.facts.target_top_k:
