@@ -161,9 +161,10 @@ class RecordedDrafter(ModelDrafter):
 
     def check_breadth(self, tree: Tree) -> None:
         """Find out whether a row has all candidates that are recorded below it, but fewer than the
-        rule asked for. The next one might have become a row, too."""
+        rule asked for. The next one might have become a row, too. `answer` has filled in those of
+        a row for which none are recorded."""
         n_recorded = self.recorded.tree.n_candidates
         for row, n_children in Counter(tree.parents[1:]).items():
             node = self.nodes[tree.draft_slots[row]]
-            if node != MISSING and n_recorded[node] <= n_children < self.k:
+            if node != MISSING and 0 < n_recorded[node] <= n_children < self.k:
                 self.model.is_incomplete = True
