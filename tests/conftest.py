@@ -4,6 +4,11 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "WikiText-2's raw test text, for tests of committed results (skipped without it)"
+    parser.addoption("--prompts", metavar="FILE", help=what)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Use up to four cores if pytest-xdist is installed and -n does not say otherwise."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fast import generate, noisy_pair
 from small import run
-from test_measure import DRAFT, QUICK, run_bench
+from test_measure import BRIEF, DRAFT, QUICK, run_bench
 from test_results import AR, make_head, make_results, make_text, rows_of
 
 from dynatree_lab.benchmark.cases import TABLES
@@ -167,3 +167,21 @@ def test_a_tuned_pair(tmp_path: Path) -> None:
         sampling = choose_config(args).sampling
         assert (sampling.temperature, args.draft, args.target) == (temperature, DRAFT, DRAFT)
         assert sampling.top_p == (0.9 if temperature else 1.0)
+
+
+def test_searched_settings_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the passes of rows over ar's recorded texts are those of measured rows."""
+    measured, _ = run_bench(tmp_path / "m.jsonl", BRIEF, "--methods", "linear,dynatree tau=0.3")
+    (part,) = TABLES["tune"].parts
+    few = replace(part, rows=["ar", "lookup"], searched=["linear", "dynatree tau=0.3", "lookup"])
+    monkeypatch.setitem(TABLES, "tune", replace(TABLES["tune"], parts=[few]))
+    words = ["--table", "tune", *QUICK, "--repeats", "2"]
+    results, printed = run_bench(tmp_path / "r.jsonl", words, "--device", "cpu")
+    n_rounds = Counter(text["row"] for text in results.texts.values())
+    assert n_rounds == {"ar": 4, "lookup": 4, "linear": 2, "dynatree tau=0.3": 2}
+    for key, text in measured.texts.items():
+        found = results.texts[key]
+        assert ("throughput" in found) == (text["row"] == "ar") and "incomplete" not in text
+        names = ("target_rows", "draft_rows", "iterations", "tokens_per_iter")
+        assert [found[name] for name in names] == [text[name] for name in names]
+    assert "Replayed texts have the trees and rows of real runs" in printed
