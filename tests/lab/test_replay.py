@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from dynatree_lab.replay.candidates import (
     DTYPES,
     TEMPERATURES,
     CandidateTree,
+    Width,
     load_candidates,
     make_candidates,
     record_candidates,
@@ -150,7 +151,8 @@ def random_config(method: str, number: int) -> GenerationConfig:
 
 @functools.cache
 def compare_replays(method: str) -> Counter:
-    """Compare the replays of a method with its real runs, and count events."""
+    """Compare the replays of a method with its real runs, and count events. Trees are compared
+    where both texts have one after as many tokens."""
     seen: Counter = Counter()
     for i, number in enumerate(2 * list(DRAFTS)):
         target, draft, texts, recorded = recorded_pair(number)
@@ -166,7 +168,8 @@ def compare_replays(method: str) -> Counter:
         for model in (None, draft):
             own_draft = RecordedDraft(recorded.tree, texts, draft.config, model)
             found = steps_of(replayed, own_draft, text, config)
-            n_incomplete = sum(not step.is_complete for step in found)
+            are_complete = [step.is_complete for step in found]
+            n_incomplete = are_complete.count(False)
             assert n_incomplete or are_equal(real, found, tolerance), config
             own = complete_steps(found, learns)
             shared = sorted(own.keys() & theirs.keys())
@@ -178,6 +181,7 @@ def compare_replays(method: str) -> Counter:
             assert i or method not in SETTINGS or (n_incomplete > 0) == (method == "beam"), config
             seen["complete"] += len(shared)
             seen["incomplete"] += n_incomplete
+            seen["complete again"] += (False, True) in pairwise(are_complete)
         seen["accepted"] += sum(len(step.path) > 1 for step in real)
         seen["history"] += has_history
         seen["calibrate"] += config.calibrate
@@ -242,6 +246,18 @@ def test_recorded_candidates_are_those_of_the_draft(tmp_path: Path) -> None:
             assert tree.log_sums[tree.run_index[node]] == pytest.approx(sums, abs=3e-5)
             n_compared += 1
     assert n_compared > 50
+
+
+def test_the_chain_of_best_candidates_is_recorded() -> None:
+    """Check it where no other node is."""
+    target, draft, texts, _ = recorded_pair(5)
+    narrow = Width(min_probability=1.0, n_best=1, min_candidates=1)
+    recorded = RecordedDraft(make_candidates(draft, texts, narrow), texts, draft.config)
+    replayed, config = RecordedTarget(texts, draft.config), GenerationConfig.parse("linear K=16")
+    for text in texts:
+        found = steps_of(replayed, recorded, text, config)
+        assert are_equal(steps_of(target, draft, text, config), found)
+        assert all(step.is_complete for step in found)
 
 
 def recorded_paths(tree: CandidateTree, texts: list[RecordedText]) -> Iterator[tuple[list, int]]:
