@@ -26,7 +26,11 @@ from dynatree_lab.engine.ranks import world_size
 from dynatree_lab.engine.streamed import StreamedGPTNeoX, load_streamed
 from dynatree_lab.engine.tensor_parallel import ShardedGPTNeoX
 from dynatree_lab.errors import UsageError, writing
-from dynatree_lab.replay.candidates import load_candidates, record_candidates
+from dynatree_lab.replay.candidates import (
+    load_candidates,
+    record_candidates,
+    require_same_draft,
+)
 from dynatree_lab.replay.draft import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.texts import RecordedText, read_replay, require_same_vocabulary
@@ -291,6 +295,8 @@ def load_replay(
         with writing(candidates):
             record_candidates(pair.draft, texts, Path(candidates))
     tree = load_candidates(candidates, texts)
+    if pair.draft:
+        require_same_draft(tree, texts[0], pair.draft)
     return replace(pair, draft=RecordedDraft(tree, texts, config, pair.draft))
 
 

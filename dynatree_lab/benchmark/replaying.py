@@ -113,7 +113,7 @@ def replayable(cases: Sequence[Case], is_named: bool) -> list[Case]:
                 raise
             left_out.append(case.row)
     if left_out:
-        why = "they read more of the target than its tokens"
+        why = "they need more of the target than its tokens"
         print_line(f"note: a replay leaves out {', '.join(left_out)}, because {why}")
     return found
 

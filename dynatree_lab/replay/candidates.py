@@ -42,6 +42,7 @@ TEMPERATURES = (0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2)  # and the default one of th
 MAX_ROWS = 4096  # of a wide tree
 # What numpy, zipfile and json raise for a file that is no archive of these columns
 INVALID = (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+MAX_DIFFERENCE = 0.1  # of a draft's log-probabilities in two dtypes
 MISSING = -1  # in place of a node that is not recorded
 DTYPES = {  # of the columns of a CandidateTree in a file
     "tree_sizes": numpy.int32,
@@ -261,6 +262,19 @@ def load_candidates(file: str | Path, texts: Sequence[RecordedText]) -> Candidat
     if digest != digest_of(texts):
         raise ReplayError(f"{file} has the candidates of other texts; remove it to record these")
     return CandidateTree(**columns)
+
+
+@torch.inference_mode()
+def require_same_draft(tree: CandidateTree, text: RecordedText, draft: Model) -> None:
+    """Raise ReplayError unless the first recorded candidates, those after the first token of the
+    first text, are this draft's."""
+    if not (n := tree.n_candidates[0]):  # of a text of two tokens or less, which has no trees
+        return
+    drafter, tokens = ModelDrafter(draft), [*text.prompt, text.ids[0]]
+    drafter.start(tokens, len(tokens), text.vocab_size)
+    found = drafter.draft(Tree.from_root(tokens[-1]), [0], int(n))
+    if abs(found.logprobs[0] - tree.logprobs[:n]).max() > MAX_DIFFERENCE:
+        raise ReplayError("the candidates were recorded with another draft; use that one or none")
 
 
 def digest_of(texts: Sequence[RecordedText]) -> str:

@@ -90,7 +90,7 @@ def test_rows_without_numbers(recorded: tuple[str, str], capsys: Captured, tmp_p
     words += ["--table", "ablation", "--add", "dyspec N=64,recycle", *CPU]
     results, printed = run_bench(file, words)
     left_out = (
-        "note: a replay leaves out fixed rebuild, dynatree rebuild, recycle, because they read"
+        "note: a replay leaves out fixed rebuild, dynatree rebuild, recycle, because they need"
     )
     assert left_out in capsys.readouterr().err
     cells = {row[0]: row[1:] for row in rows_of(results, "rows", "draft_passes", "incomplete")[1:]}
@@ -199,6 +199,7 @@ MISTAKES: list[tuple[str, Change | None, str]] = [  # the file that was named la
     (OF_BOTH, lambda old: save('{"format": 2, "texts": ""}'), "format 2, it must be 1"),
     (OF_BOTH, lambda old: save(HEAD), "c.npz has the candidates of other texts; remove it to"),
     (OF_BOTH + "2", None, "c.npz2 cannot be read: No such file"),
+    (f"--draft {TINY / 'target'} {OF_BOTH}", None, "were recorded with another draft; use that"),
     ("--replay c.npz", None, "c.npz is no text in UTF-8; recorded texts end in .jsonl"),
     (OF_TEXTS + " --max-new-tokens 13", None, "13, but t.jsonl has a text of 12 tokens"),
     (OF_TEXTS + " --methods recycle", None, "recycle: a replay cannot have a method with"),
