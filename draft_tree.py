@@ -38,6 +38,8 @@ MAX_LEVELS = 511  # of the deepest tree; acceptances may recurse, and Python all
 # History: above GOOD_RATIO of accepted depth trees get deeper, below POOR_RATIO less deep
 GOOD_RATIO, POOR_RATIO = 0.8, 0.6
 HISTORY_STEP = 0.05  # by which tau_h and rho_deep then move
+# Bounds of history, from the authors' code (the paper gives none). D0 also stays below D_max
+D0_MIN, TAU_H_BOUNDS, RHO_DEEP_BOUNDS = 2, (0.5, 0.95), (0.3, 0.8)
 
 
 @dataclass(slots=True)
@@ -385,7 +387,7 @@ class DynaTreeRule(Rule):
         return round(mean, 9)  # without rounding, ten ratios of 3 / 5 have a mean below 0.6
 
     def move_thresholds(self, direction: int) -> None:
-        """Move thresholds within the bounds of the authors' code (the paper does not give them).
+        """Move thresholds by a step within their bounds.
 
         Direction 1 makes trees deeper, and narrower: with a lower tau_h more nodes get only B_min
         children. -1 is the reverse. tau_l < tau_h and rho_stop < rho_deep stay true.
@@ -393,9 +395,9 @@ class DynaTreeRule(Rule):
         s, initial = self.current, self.initial
         step = HISTORY_STEP * direction
         # Below D_max, otherwise rho_deep would never apply
-        d0 = clamped(s.D0 + direction, initial.D0, 2, s.D_max - 1)
-        tau_h = clamped(s.tau_h - step, initial.tau_h, 0.5, 0.95)
-        rho_deep = clamped(s.rho_deep - step, initial.rho_deep, 0.3, 0.8)
+        d0 = clamped(s.D0 + direction, initial.D0, D0_MIN, s.D_max - 1)
+        tau_h = clamped(s.tau_h - step, initial.tau_h, *TAU_H_BOUNDS)
+        rho_deep = clamped(s.rho_deep - step, initial.rho_deep, *RHO_DEEP_BOUNDS)
         tau_h = tau_h if tau_h > s.tau_l else s.tau_h
         rho_deep = rho_deep if rho_deep > s.rho_stop else s.rho_deep
         self.current = replace(s, D0=d0, tau_h=tau_h, rho_deep=rho_deep)
