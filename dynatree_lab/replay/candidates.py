@@ -220,11 +220,14 @@ class TreeRecorder:
 
 
 def make_candidates(
-    draft: Model, texts: Sequence[RecordedText], width: Width = DEFAULT_WIDTH
+    draft: Model,
+    texts: Sequence[RecordedText],
+    width: Width = DEFAULT_WIDTH,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> CandidateTree:
-    """Return the draft's candidates along texts."""
+    """Return the draft's candidates along texts, at these temperatures and the default ones."""
     own = {draft_temperature(text.temperature) for text in texts}
-    recorder = TreeRecorder(draft, sorted({*TEMPERATURES, *own}), width)
+    recorder = TreeRecorder(draft, sorted({*temperatures, *own}), width)
     for text in texts:
         recorder.add(text)
     return recorder.finish()
