@@ -71,24 +71,6 @@ function sections() {
   ];
 }
 
-function shellWord(text) {
-  const isPlain = /^[\w@%+=:,./-]+$/.test(text);
-  return isPlain ? text : `'${text.replace(/'/g, "'\\''")}'`;
-}
-
-function table(rows) {
-  return html("table", {}, html("tbody", {}, ...rows.map(([key, value, meaning]) => {
-    const cells = [html("th", { scope: "row" }, key), html("td", {}, formatCell(value))];
-    if (meaning) cells.push(html("td", { class: "meaning" }, meaning));
-    return html("tr", {}, ...cells);
-  })));
-}
-
-function formatCell(value) {
-  if (value === null || value === undefined) return "–";
-  return typeof value === "object" ? JSON.stringify(value) : formatValue(value);
-}
-
 const TERMS = [
   ["root", "the pending token: chosen by the target model, but not yet in the cache"],
   ["n", "number of tokens in the target model’s cache before this iteration; also the root’s position"],

@@ -1,10 +1,17 @@
-// Functions that make elements and format tokens and numbers. Text from a user or a model becomes a
-// text node or an attribute, never markup.
+// The data of the page, and functions that make elements and format tokens and numbers. Text from a
+// user or a model becomes a text node or an attribute, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const UNIT = 13; // default font size in pixels; drawings are made for it and then scaled
 
+const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/; // they set the direction of what follows
+
 const byId = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
+
+function textOf(id) {
+  return data.vocabulary[id];
+}
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -33,6 +40,31 @@ function emptyNote(text) {
 
 function classes(flags) {
   return Object.keys(flags).filter((name) => flags[name]).join(" ");
+}
+
+// A token in the text. A direction mark affects only its own token.
+function tokenSpan(text, flags, attributes) {
+  const isDirectional = DIRECTION_MARKS.test(text);
+  const name = classes({ ...flags, textless: !text, directional: isDirectional });
+  return html("span", { class: name, ...attributes }, text);
+}
+
+function shellWord(text) {
+  const isPlain = /^[\w@%+=:,./-]+$/.test(text);
+  return isPlain ? text : `'${text.replace(/'/g, "'\\''")}'`;
+}
+
+function table(rows) {
+  return html("table", {}, html("tbody", {}, ...rows.map(([key, value, meaning]) => {
+    const cells = [html("th", { scope: "row" }, key), html("td", {}, formatCell(value))];
+    if (meaning) cells.push(html("td", { class: "meaning" }, meaning));
+    return html("tr", {}, ...cells);
+  })));
+}
+
+function formatCell(value) {
+  if (value === null || value === undefined) return "–";
+  return typeof value === "object" ? JSON.stringify(value) : formatValue(value);
 }
 
 // A token with visible symbols for white space and for characters that have no glyph.

@@ -1,8 +1,6 @@
 // The panels of the whole run: its text, the values that decide each tree, the time and tokens of each
 // iteration, and the acceptance by depth. Each is drawn once; a step only moves marks.
 
-const DIRECTION_MARKS = /[\u202a-\u202e\u2066-\u2069]/; // they set the direction of what follows
-
 // One element per iteration, with one element per token. Later iterations are hidden.
 function buildText() {
   const place = byId("text");
@@ -35,10 +33,8 @@ function buildText() {
 function elementOf(iteration, index) {
   const origins = originsOf(iteration);
   const tokens = iteration.tokens.map((id, i) => {
-    const text = iteration.text[i];
-    const isDirectional = DIRECTION_MARKS.test(text);
-    const flags = { token: true, [origins[i]]: true, textless: !text, directional: isDirectional };
-    return html("span", { class: classes(flags), "data-iteration": index }, text);
+    const flags = { token: true, [origins[i]]: true };
+    return tokenSpan(iteration.text[i], flags, { "data-iteration": index });
   });
   return html("span", { class: "later" }, ...tokens);
 }

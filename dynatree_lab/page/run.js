@@ -4,7 +4,6 @@
 // A stage is what the page shows of an iteration: a draft pass, one of the other steps, or the whole
 // iteration. No panel shows what a later step decides.
 
-const data = JSON.parse(byId("data").textContent);
 const { iterations, settings } = data;
 const lastIteration = iterations.length - 1;
 const isSampled = Boolean(settings.sampling?.temperature);
@@ -15,10 +14,6 @@ const ruleSettings = { ...data.base?.settings, ...settings }; // graft mostly us
 const DEPTH_RATIO_BOUNDS = { low: 0.6, high: 0.8 }; // between them, history changes no threshold
 
 const STEPS = ["draft", "mask", "verify", "accept", "commit", "adapt"]; // the steps of the README
-
-function textOf(id) {
-  return data.vocabulary[id];
-}
 
 function depthsOf(parents) {
   const depths = [0];

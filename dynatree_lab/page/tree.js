@@ -1,21 +1,7 @@
-// The drawing of the tree, laid out for the default font size. Each depth is a column, from left to
-// right, so a path reads like text. Each leaf has a line of its own. p(u) sets the strength of a node's
-// colour and the width of the line to it. A node's note, behind its token, depends on the step.
+// The drawing of the tree (layout.js). A node's note, behind its token, depends on the step.
 
-const LABEL_SIZE = 14; // font size of a node's token
-const NOTE_SIZE = 13; // font size of all other text
 const MIN_SCALE = 11 / NOTE_SIZE; // a larger tree is not shrunk further, but panned
-const PADDING = 6; // left and right of each part of a node
-const NODE_HEIGHT = 20;
-const TOP = 28; // height of the line with the positions
-const LEFT = 8;
-const RIGHT = 14;
-const LINE = { min: 23, max: 40 }; // height of a leaf's line
-const GAP = { compact: 10, min: 22, max: 76 }; // between two columns
-const GHOST_LINE = 0.74; // height of a dropped candidate's line, as a share of a node's line
-const MAX_LINES_BELOW = 2.5; // the maximum distance of a node from its first child, in lines
-const MAX_LENGTH = { compact: 8, label: 14, note: 9 }; // of a token, in characters
-
+const MAX_LENGTH = { compact: 8, note: 9 }; // of a token, in characters
 const treeOptions = { zoom: 1, hasGhosts: null }; // hasGhosts null: show dropped candidates if they fit
 
 function buildTree() {
@@ -105,7 +91,7 @@ function chooseLayout(view, stage, place) {
 function makeItems(view, stage, { hasGhosts, fitsAllSteps, isCompact }) {
   const { tree, iteration } = view;
   const items = tree.tokens.map((id, row) => {
-    const shown = labelOf(id, isCompact ? MAX_LENGTH.compact : MAX_LENGTH.label);
+    const shown = labelOf(id, isCompact ? MAX_LENGTH.compact : MAX_LABEL);
     const item = { kind: "node", row, p: tree.p[row], depth: view.depths[row], ...shown };
     item.note = noteOf(view, stage.kind, row, isCompact);
     item.pill = item.width + noteWidth(item.note);
@@ -125,13 +111,6 @@ function makeItems(view, stage, { hasGhosts, fitsAllSteps, isCompact }) {
   const bonus = { kind: "bonus", depth: view.depths[view.leaf] + 1, ...labelOf(iteration.bonus) };
   items[view.leaf].children.push({ ...bonus, room: widthOf("bonus", NOTE_SIZE) });
   return items[0];
-}
-
-function labelOf(id, max = MAX_LENGTH.label) {
-  const text = visible(textOf(id));
-  const label = shorten(text, max);
-  const width = widthOf(label, LABEL_SIZE) + 2 * PADDING;
-  return { text, label, width, pill: width, room: 0, children: [] };
 }
 
 // The text of a node's note, which is p(u) or what the step shows, and its CSS class.
@@ -169,54 +148,6 @@ function noteWidth({ text, kind }) {
   return text ? widthOf(text, NOTE_SIZE) + PADDING * (kind === "predicted" ? 2 : 1) : 0;
 }
 
-// Set x and y of every item. room: the space that needs no panning.
-function layOut(root, room, minGap) {
-  const items = collect(root);
-  const leaves = items.filter((item) => !item.children.length);
-  const lines = sum(leaves.map((item) => (item.kind === "ghost" ? GHOST_LINE : 1)));
-  const line = clamp((room.height - TOP - 6) / lines, LINE.min, LINE.max);
-  const bottom = placeLines(root, TOP, line);
-  const columns = placeColumns(items, room.width, minGap);
-  for (const item of items) item.x = columns[item.depth];
-  return { items, columns, width: Math.max(...items.map(endOf)) + RIGHT, height: bottom + 6 };
-}
-
-function collect(item, found = []) {
-  found.push(item);
-  for (const child of item.children) collect(child, found);
-  return found;
-}
-
-// Set the y of an item and of all items below it; return the bottom of the last line.
-function placeLines(item, top, line) {
-  if (!item.children.length) {
-    const height = item.kind === "ghost" ? GHOST_LINE * line : line;
-    item.y = top + height / 2;
-    return top + height;
-  }
-  let end = top;
-  for (const child of item.children) end = placeLines(child, end, line);
-  const nodes = item.children.filter((child) => child.kind === "node");
-  const shown = nodes.length ? nodes : item.children;
-  const first = shown[0].y;
-  item.y = Math.min((first + shown[shown.length - 1].y) / 2, first + MAX_LINES_BELOW * line);
-  return end;
-}
-
-// The x of each depth's column.
-function placeColumns(items, width, minGap) {
-  const widest = [];
-  for (const item of items) widest[item.depth] = Math.max(widest[item.depth] ?? 0, item.width);
-  const room = Math.max(...items.map((item) => item.room));
-  const free = width - LEFT - RIGHT - room - sum(widest);
-  const gap = clamp(free / Math.max(widest.length - 1, 1), minGap, GAP.max);
-  return widest.map((_, depth) => LEFT + sum(widest.slice(0, depth)) + depth * gap);
-}
-
-function endOf(item) {
-  return item.x + item.width + (item.room && PADDING + item.room);
-}
-
 function isDrawn(view, stage, item) {
   if (item.kind === "bonus") return hasReached(stage, "accept");
   if (!isRowShown(view, stage, item.row)) return false;
@@ -248,19 +179,9 @@ function scrollTree(view, stage, place, shown, scale) {
 }
 
 function edgesOf(view, stage, shown) {
-  const edges = [];
-  for (const parent of shown) {
-    for (const child of parent.children) {
-      if (!isDrawn(view, stage, child)) continue;
-      const x0 = parent.x + parent.pill;
-      const middle = (x0 + child.x) / 2;
-      const d = `M${x0} ${parent.y}C${middle} ${parent.y} ${middle} ${child.y} ${child.x} ${child.y}`;
-      const width = { node: 1 + 6 * child.p, bonus: 2, ghost: 1 }[child.kind];
-      const kind = `edge ${classOf(view, stage, child)}`;
-      edges.push(svg("path", { d, class: kind, "stroke-width": width.toFixed(2) }));
-    }
-  }
-  return edges;
+  return shown.flatMap((parent) => parent.children
+    .filter((child) => isDrawn(view, stage, child))
+    .map((child) => edgeTo(parent, child, classOf(view, stage, child))));
 }
 
 function classOf(view, stage, { kind, row }) {
@@ -316,26 +237,4 @@ function partsOf(view, stage, item) {
     parts.push(svg("text", { x: end + PADDING, y: y + 4.5, class: "gate" }, gate));
   }
   return parts;
-}
-
-function pill(x, y, width, opacity, label) {
-  const box = { x, y: y - NODE_HEIGHT / 2 };
-  return [
-    svg("rect", { ...box, width, height: NODE_HEIGHT, rx: 5, "fill-opacity": opacity.toFixed(3) }),
-    svg("text", { x: x + PADDING, y: y + 4.5, class: "label" }, label),
-  ];
-}
-
-function bonusNode(item) {
-  const title = `Bonus token of the target model: ${item.text}`;
-  return svg("g", { class: "bonus-node", role: "img", "aria-label": title },
-    ...pill(item.x, item.y, item.width, 0, item.label),
-    svg("text", { x: item.x + item.width + PADDING, y: item.y + 4.5, class: "note" }, "bonus"));
-}
-
-function ghostNode(item) {
-  const hit = { x: item.x, y: item.y - 8, width: item.width + item.room, height: 16, class: "hit" };
-  return svg("g", { class: "ghost", "data-row": item.row, "aria-hidden": "true" }, svg("rect", hit),
-    svg("text", { x: item.x + PADDING, y: item.y + 4, class: "label" }, item.label),
-    svg("text", { x: item.x + item.width, y: item.y + 4, class: "note" }, item.note));
 }
