@@ -23,7 +23,8 @@ metrics    the numbers of one generation
 drawing    an iteration's tree as text
 trace      the gates that decided each tree, and what was accepted, as data
 html_page  this data as an HTML page, from the files in page/
-page       the page's parts, in JavaScript
+playground  a page that replays a text under other settings
+page       the parts of both pages, in JavaScript
 result     a text in pieces, with its steps, metrics and page; a session of several texts
 folders    new checkpoints, written whole or not at all
 enumeration  the distribution of a method's sampled text, compared with the target's own

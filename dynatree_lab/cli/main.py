@@ -48,11 +48,14 @@ from dynatree_lab.engine.checkpoint import first_line
 from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
 from dynatree_lab.html_page import as_data, as_page
 from dynatree_lab.methods import PROJECT_METHODS
+from dynatree_lab.methods.eagle import EagleHead
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.metrics import summarise
+from dynatree_lab.playground import as_playground, playground_data, record
 from dynatree_lab.request import Request
 from dynatree_lab.result import Result
 from dynatree_lab.tokens import encode_prompt
@@ -88,11 +91,11 @@ def add_input_options(group: argparse._ArgumentGroup) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help=file)
     prompts = 'prompts: lines of JSON ("prompt", "turns") or plain text; each has a seed one '
-    prompts += "higher than the one before; without --html and --trace"
+    prompts += "higher than the one before; without --html, --trace and --playground"
     prompt.add_argument("--prompts", metavar="FILE", help=prompts)
     add = group.add_argument
-    limit = "maximum number of new tokens (default 128)"
-    add("--max-new-tokens", type=int, default=128, metavar="N", help=limit)
+    limit = "maximum number of new tokens (default 128, with --playground 64)"
+    add("--max-new-tokens", type=int, metavar="N", help=limit)
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT (repeatable)")
     add("--ignore-eos", action="store_true", help="continue after the end-of-text token")
 
@@ -104,6 +107,8 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
     add("--json", action="store_true", help="print a JSON object instead of each text")
     add("--html", metavar="FILE", help="write a page that shows the run step by step")
     add("--trace", metavar="FILE", help="write the data of that page as JSON")
+    playground = "write a page that replays the text under other settings"
+    add("--playground", metavar="FILE", help=playground)
     logprobs = (
         "with --json or --trace: log-probabilities of the text's tokens and of the K likeliest"
     )
@@ -113,6 +118,8 @@ def add_output_options(group: argparse._ArgumentGroup) -> None:
 def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
     """Check all options and load the models. Return the prompts, and a request that has none
     yet."""
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 64 if args.playground else 128
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens is {args.max_new_tokens}, it must be at least 1")
     if args.logprobs is not None:
@@ -122,16 +129,16 @@ def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
             raise UsageError("--logprobs needs --json or --trace")
     config = choose_config(args)
     is_drafting = config.method.needs_draft
-    if args.prompts and (args.html or args.trace):
-        raise UsageError("--html and --trace show one run; use --prompt instead of --prompts")
+    if args.playground:
+        require_playground(args, config)
+    require_files(args)
     prompts = from_rank_0(choose_prompts, args)
-    for name in filter(None, (args.html, args.trace)):
-        if not Path(name).absolute().parent.is_dir():  # before a long run
-            raise UsageError(f"{name} cannot be written: no such folder")
     if (args.draft or args.draft_dtype) and not is_drafting:
         print_line(f"note: --method {args.method} ignores --draft and --draft-dtype")
     pair = open_pair(args, is_drafting, print_line)
     require_fit(config, pair)
+    if args.playground and isinstance(pair.draft, EagleHead):
+        raise UsageError("--playground needs a draft model, and --draft is an EAGLE head")
     if pair.target_memory is not None and sys.stderr.isatty():
         pair.target.layers.on_layer = LayerProgress(pair.target.layers.n_layers)
     eos_ids = () if args.ignore_eos else pair.target.config.eos_ids
@@ -149,6 +156,30 @@ def prepare(args: argparse.Namespace) -> tuple[list[Prompt], Request]:
         is_recorded=bool(args.html or args.trace),
     )
     return prompts, request
+
+
+def require_files(args: argparse.Namespace) -> None:
+    """Raise UsageError for files of a run that cannot be written, before a long run."""
+    files = [name for name in (args.html, args.trace, args.playground) if name]
+    if args.prompts and files:
+        what = "--html, --trace and --playground show one run"
+        raise UsageError(f"{what}; use --prompt instead of --prompts")
+    for name in files:
+        if not Path(name).absolute().parent.is_dir():
+            raise UsageError(f"{name} cannot be written: no such folder")
+        if Path(name).is_dir():
+            raise UsageError(f"{name} cannot be written: it is a folder")
+
+
+def require_playground(args: argparse.Namespace, config: GenerationConfig) -> None:
+    """Raise UsageError for options that a playground's replay does not have."""
+    if not config.sampling.is_greedy:
+        raise UsageError("--playground replays greedy text; leave out --temperature")
+    if not config.method.needs_draft:
+        what = f"--playground records a draft model, and --method {args.method} has none"
+        raise UsageError(f"{what}; leave out --method")
+    if not config.works_on_any_model:
+        raise UsageError("--playground replays plain passes; leave out --window and --strict")
 
 
 def choose_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -226,6 +257,8 @@ def write_one(result: Result, args: argparse.Namespace, others: dict) -> int:
     finally:
         if result.steps:
             write_outputs(result, args, others, end)
+    if args.playground:
+        save_playground(result, args)
     if comparison is None or not is_wrong(comparison):
         return 0
     if request.config.strict or request.pair.target.dtype == torch.float32:
@@ -307,6 +340,23 @@ def save_trace(content: dict, page: str | None, trace: str | None) -> None:
             with writing(name):
                 Path(name).write_text(form(content), encoding="utf-8")
             print_line(f"{kind} written to {name}")
+
+
+def save_playground(result: Result, args: argparse.Namespace) -> None:
+    """Record the draft's candidates, write the playground and print its name. Raises UsageError if
+    the file cannot be written, or if the text is too short."""
+    print_line("recording the draft's candidates along the text")
+    text, candidates = record(result)
+    options = []  # that choose the models
+    for name in ("pair", "target", "draft", "device", "dtype", "draft_dtype", "target_memory"):
+        if value := getattr(args, name):
+            options += [f"--{name.replace('_', '-')}", value]
+    tokenizer = result.request.pair.tokenizer
+    page = as_playground(playground_data(text, candidates, tokenizer, options))
+    if rank() == 0:
+        with writing(args.playground):
+            Path(args.playground).write_text(page, encoding="utf-8")
+        print_line(f"playground of {len(page) // 1000} kB written to {args.playground}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -60,7 +60,7 @@ MISTAKES = [
     ("", {}, "--prompt"),
     (A + " --prompt-file b", {}, "--prompt"),
     (A + " --prompts b", {}, "--prompts: not allowed with argument --prompt"),
-    ("--prompts b --html c", {"b": "a"}, "--html and --trace show one run; use --prompt"),
+    ("--prompts b --html c", {"b": "a"}, "--html, --trace and --playground show one run; use"),
     ("--prompts b --json", {"b": '{"prompt": 3}'}, "b, line 1 has no text as `prompt`"),
     (A + " --prompt b", {}, "--prompt is given 2 times, it takes one value"),
     (A + " --seed 1 --temperature 1 --seed=1", {}, "--seed is given 2 times, it takes one"),
@@ -101,6 +101,12 @@ MISTAKES = [
     (A + f" --target {TARGET}", {}, "--target also needs --draft; without a draft model use"),
     (A + " --target . --method ar", {"x": "a"}, "json"),
     (MISSING_TARGET + " --html no/such/folder/x", {}, "no such folder"),
+    (MISSING_TARGET + " --trace .", {}, ". cannot be written: it is a folder"),
+    (MISSING_TARGET + " --playground .", {}, ". cannot be written: it is a folder"),
+    (A + " --playground x --temperature 1", {}, "greedy text; leave out --temperature"),
+    (A + " --playground x --method lookup", {}, "and --method lookup has none; leave out"),
+    (A + " --playground x --window 80", {}, "plain passes; leave out --window and --strict"),
+    (A + f" --playground x --target {TARGET} --draft {TINY / 'eagle'}", {}, "an EAGLE head"),
     (AS_TARGET + " --dtype float16", {"model/model.safetensors": scale}, "use bfloat16 or float32"),
 ]
 DAMAGE = [  # a file, how it is damaged, words of the error line; more in test_checkpoint.py
