@@ -40,7 +40,8 @@ from dynatree_lab.playground import (
     record,
     rounded,
 )
-from dynatree_lab.replay.candidates import CandidateTree, RecordedDraft, Width, make_candidates
+from dynatree_lab.replay.candidates import CandidateTree, Width, make_candidates
+from dynatree_lab.replay.draft import RecordedDraft
 from dynatree_lab.replay.models import RecordedTarget
 from dynatree_lab.replay.prices import x_ar
 from dynatree_lab.replay.texts import RecordedText
