@@ -56,7 +56,7 @@ Recorded = tuple[RecordedText, CandidateTree, dict]
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
     """Record a text: its numbers, and the data of its page."""
-    result = lab.write_text(lab.load_pair(), "She opened the door of the house", max_new_tokens=28)
+    result = lab.write_text(lab.load_pair(), "She opened the door of the house", max_new_tokens=24)
     text, candidates = record(result)
     return text, candidates, playground_data(text, candidates, result.request.pair.tokenizer)
 
@@ -168,12 +168,11 @@ def test_trees_are_those_of_the_rules_and_of_real_runs(
         steps = replayed(text, tree, config)
         assert all(step.is_complete for step in steps)  # no place of the sliders is left out
         require_equal(iterations, steps, config)
-        real = lab.generate(
-            pair.target, pair.draft, text.prompt, config, len(text.ids), is_recorded=True
-        )
-        n_equal += equal_trees(steps, list(real)[1:], config)
+        arguments = pair.target, pair.draft, text.prompt, config, len(text.ids)
+        real = list(lab.generate(*arguments, is_recorded=True))[1:]
+        n_equal += equal_trees(steps, real, config)
         n_trees += len(steps)
-    assert n_equal > 0.97 * n_trees > 400
+    assert n_equal > 0.97 * n_trees > 350
 
 
 # Of 1/2, for thresholds. A low tau lets other ties decide
@@ -207,18 +206,17 @@ def test_ties_and_misses_are_those_of_the_rules(open_page: Callable, recorded: R
         counts.append(sum(not step.is_complete for step in steps))
     assert sum(counts) > 10
     show = "(place) => { playground.state.now = place; playground.draw(); }"
-    for n, place in zip(counts, places, strict=True):
+    for n, place in [*zip(counts, places, strict=True)][::3]:
         page.evaluate(show, place)
         assert page.locator("#text-now .incomplete").count() == n
+        assert page.locator("#misses").inner_text().startswith(f"{n} of " if n else "")
         assert page.locator("#misses").is_visible() == (n > 0)
-        if n:
-            assert page.locator("#misses").inner_text().startswith(f"{n} of ")
 
 
-ADAPT = """([settings, runs]) => {
+ADAPT = """([settings, accepted]) => {
   const rule = playground.RULES.dynatree(settings);
-  return runs.map(([depth, nAccepted]) => {
-    rule.adapt({ tokens: [0, 1], depths: [0, depth] }, Array(nAccepted + 1).fill(0));
+  return accepted.map((n) => {
+    rule.adapt({ tokens: [0, 1], depths: [0, 5] }, Array(n + 1).fill(0));
     return rule.state();
   });
 }"""
@@ -226,87 +224,78 @@ ADAPT = """([settings, runs]) => {
 
 @pytest.mark.browser
 def test_history_moves_thresholds_as_the_rule_does(open_page: Callable, recorded: Recorded) -> None:
-    """Adapt to random accepted depths; many have a mean of exactly 0.6 or 0.8."""
+    """Accept 3 or 4 of 5 levels of most trees, so that many means are 0.6 or 0.8."""
     page, rng = open_page(as_playground(recorded[2])), random.Random(3)
-    for _ in range(150):
-        place = random_place(rng)
-        if place["method"] != "dynatree":
-            continue
-        depth, share = rng.choice((5, 10)), rng.choice((0.4, 0.6, 0.8, 1.0))
-        runs = [(depth, round(depth * rng.choice((share, share, 0.5, 1)))) for _ in range(30)]
-        settings = place["settings"] | {"history": True, "W": rng.choice((1, 2, 3, 5, 10))}
+    places = [random_place(rng)["settings"] for _ in range(150)]
+    for settings in (place for place in places if "W" in place):
+        settings |= {"history": True, "W": rng.choice((1, 2, 3, 5, 10))}
+        accepted = rng.choices((*[rng.choice((3, 4))] * 3, 2, 5), k=30)
         rule = lab.METHODS["dynatree"](**settings).make_rule()
-        for run, found in zip(runs, page.evaluate(ADAPT, [settings, runs]), strict=True):
-            rule.adapt(Tree([0, 1], [-1, 0], [0, run[0]], [0, 0], [0, -1]), [0] * (run[1] + 1))
+        for n, found in zip(accepted, page.evaluate(ADAPT, [settings, accepted]), strict=True):
+            rule.adapt(Tree([0, 1], [-1, 0], [0, 5], [0, 0], [0, -1]), [0] * (n + 1))
             assert found == {name: getattr(rule.current, name) for name in found}
 
 
 def shown_numbers(page: object, side: str = "now") -> list[float]:
     """Return the numbers of a setting: tokens, iterations, rows, draft passes, cost, x ar."""
+    page.evaluate("playground.draw()")  # at once, not with the next frame
     return [float(each) for each in page.locator(f"#result td.{side}").all_inner_texts()]
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("words", ["dynatree tau=0.02 rho_stop=0.03 T=0.7", "dyspec N=12"])
 def test_the_result_is_that_of_the_command(
-    open_page: Callable, recorded: Recorded, capsys: Captured
+    words: str, open_page: Callable, recorded: Recorded, capsys: Captured
 ) -> None:
-    """Run the command of two settings, and compute x ar from its rows at each of the prices."""
-    page = open_page(as_playground(recorded[2]))
-    for words in ("dynatree tau=0.02 rho_stop=0.03 T=0.7", "dyspec N=12"):
-        page.evaluate("(w) => playground.choose(playground.parseWords(w))", words)
-        page.wait_for_function("(n) => playground.state.now.method === n", arg=words.split()[0])
-        page.evaluate("playground.draw()")
-        _, _, _, *command = shlex.split(page.locator("#command-words").text_content())
-        assert main([*command, "--json"]) == 0
-        metrics = json.loads(capsys.readouterr().out)["metrics"]
-        for name, prices in PRICES.items():
-            page.locator("#prices").select_option(name)
-            page.evaluate("playground.draw()")
-            tokens, iterations, rows, passes, cost, speedup = shown_numbers(page)
-            n = metrics["iterations"]
-            text = {"new_tokens": metrics["new_tokens"], "draft_rows": {"1": passes * n}}
-            text["target_rows"] = {"0": n - 1, str(round(rows * n)): 1}
-            assert tokens == pytest.approx(metrics["tokens_per_iter"], abs=0.005)
-            assert iterations == n and passes == pytest.approx(metrics["draft_passes"], abs=0.005)
-            assert speedup == pytest.approx(x_ar(prices, text), abs=0.02)
-            assert cost == pytest.approx(tokens / speedup, rel=0.01)
+    """Run the command of a setting, and compute x ar from its rows at each of the prices."""
+    page = open_page(as_playground(recorded[2]), f"#now={words.replace(' ', '+')}")
+    command = shlex.split(page.locator("#command-words").text_content())
+    assert main([*command[3:], "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    n = metrics["iterations"]
+    for name, prices in PRICES.items():
+        page.locator("#prices").select_option(name)
+        tokens, iterations, rows, passes, _, speedup = shown_numbers(page)
+        text = {"new_tokens": metrics["new_tokens"], "draft_rows": {"1": passes * n}}
+        text["target_rows"] = {"0": n - 1, str(round(rows * n)): 1}
+        found = tokens, iterations, passes, speedup
+        wanted = metrics["tokens_per_iter"], n, metrics["draft_passes"], x_ar(prices, text)
+        assert found == pytest.approx(wanted, abs=0.02)
 
 
 @pytest.mark.browser
 def test_keys_and_the_address_change_what_is_shown(open_page: Callable, recorded: Recorded) -> None:
     """Use a page of 700 pixels by keys alone."""
-    text = as_playground(recorded[2])
+    text, now = as_playground(recorded[2]), "[playground.state.now, playground.state.position]"
     page = open_page(text, viewport={"width": 700, "height": 900})
-    now = "[playground.state.now.settings, playground.state.position]"
     first = shown_numbers(page)
     page.keyboard.press("]")
     page.keyboard.press("c")
     page.locator("#set-rho_deep").focus()
     for _ in range(8):
         page.keyboard.press("ArrowLeft")  # moves rho_stop, too
-    page.wait_for_function("() => playground.state.now.settings.rho_deep === 0.03")
-    page.evaluate("playground.draw()")
-    settings, position = page.evaluate(now)
-    assert settings["rho_stop"] < settings["rho_deep"] and position > 0
-    assert shown_numbers(page, "than") == first != shown_numbers(page)
-    for side in ("now", "than"):
+    found, position = page.evaluate(now)
+    assert found["settings"]["rho_stop"] < found["settings"]["rho_deep"] == 0.03 and position > 0
+    assert shown_numbers(page, "kept") == first != shown_numbers(page)
+    for side in ("now", "kept"):
         assert page.locator(f"#tree-{side} .node").last.is_visible()
         assert page.locator(f"#text-{side} .selected").is_visible()
-    page.wait_for_function("() => location.hash.includes('rho_deep=0.03')")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate(NAMELESS) == []
+    page.wait_for_function("() => location.hash.includes('rho_deep=0.03')")
     again = open_page(text, page.evaluate("location.hash"))
-    assert again.evaluate(now) == [settings, position]
-    assert shown_numbers(again, "than") == first
-    assert again.locator("#envelope .visited").count() == 1
+    assert again.evaluate(now) == [found, position] and shown_numbers(again, "kept") == first
+    for question in again.locator("#questions button").all():
+        again.locator("#questions summary").click()
+        question.click()
+        assert len(shown_numbers(again, "kept")) == len(first)
+    again = open_page(text)
     again.locator("#methods :checked").focus()
     again.keyboard.press("ArrowRight")
-    again.wait_for_function("() => playground.state.now.method === 'dyspec'")
-    again.evaluate("playground.draw()")
-    speeds = [shown_numbers(again)[-1]]
-    again.keyboard.press("f")
-    again.evaluate("playground.draw()")
-    assert shown_numbers(again)[-1] == max(*speeds, shown_numbers(page)[-1])
+    assert again.evaluate(now)[0]["method"] == "dyspec"
+    speeds = shown_numbers(again)[-1], first[-1]
+    again.keyboard.press("f")  # the fastest visited setting
+    assert shown_numbers(again)[-1] == max(speeds)
 
 
 @pytest.mark.browser

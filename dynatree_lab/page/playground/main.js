@@ -2,12 +2,11 @@
 // both settings, the prices and the place in the text, so that a link can point to them.
 
 const START = "dynatree";
-const SIDES = ["now", "than"]; // the current setting, and the kept one to compare with
-const state = { now: null, than: null, prices: null, position: 0 }; // position: in the text
+const SIDES = ["now", "kept"]; // the current setting, and the kept one to compare with
+const state = { now: null, kept: null, prices: null, position: 0 }; // position: in the text
 const latest = new Map(); // method -> its latest setting
 const replays = new Map(); // words -> replay
 const MAX_REPLAYS = 500;
-const drawTexts = [];
 let isPlanned = false;
 let savedHash = "";
 let hashTimer = null;
@@ -23,7 +22,7 @@ function replayOf(setting) {
 
 // The settings that are shown, with their replays.
 function sidesOf() {
-  const settings = [state.now, state.than].filter(Boolean);
+  const settings = [state.now, state.kept].filter(Boolean);
   return settings.map((setting) => ({ setting, replay: replayOf(setting) }));
 }
 
@@ -49,13 +48,13 @@ function draw() {
   document.body.classList.toggle("compared", sides.length > 1);
   rooms.clear();
   drawSliders();
-  drawTexts.forEach((drawText, i) => sides[i] && drawText(sides[i]));
+  sides.forEach((side, i) => drawText(byId(`text-${SIDES[i]}`), side.replay));
   drawResult(sides);
   drawEnds(sides[0]);
   drawEnvelope(byId("envelope"), sides);
   byId("command-words").textContent = commandOf(state.now);
-  byId("keep").textContent = state.than ? "swap" : "compare with this";
-  byId("clear").hidden = !state.than;
+  byId("keep").textContent = state.kept ? "swap" : "compare with this";
+  byId("clear").hidden = !state.kept;
   drawPlace(sides);
 }
 
@@ -89,28 +88,28 @@ function goBy(step) {
 }
 
 function keepOrSwap() {
-  [state.now, state.than] = [state.than ?? state.now, state.now];
+  [state.now, state.kept] = [state.kept ?? state.now, state.now];
   update();
 }
 
 function endComparison() {
-  state.than = null;
+  state.kept = null;
   update();
 }
 
 function explain({ target }) {
   const node = target.closest?.(".node");
   if (!node) return;
-  const i = node.closest("#tree-than") ? 1 : 0;
+  const i = node.closest("#tree-kept") ? 1 : 0;
   const { setting, replay: { iterations } } = sidesOf()[i];
   const iteration = iterations[indexOf({ iterations })];
   byId("node").textContent = describeNode(setting, iteration, Number(node.dataset.row));
 }
 
 function writeHash() {
-  const { now, than, prices, position } = state;
+  const { now, kept, prices, position } = state;
   const words = new URLSearchParams({ now: wordsOf(now) });
-  if (than) words.set("than", wordsOf(than));
+  if (kept) words.set("kept", wordsOf(kept));
   for (const [name, value] of Object.entries(prices)) words.set(name, value);
   words.set("at", position);
   savedHash = `#${String(words).replaceAll("%3D", "=")}`;
@@ -125,7 +124,7 @@ function readHash() {
   };
   const { row, draftPass } = pricesOf(Object.keys(data.prices)[0]);
   state.now = parseWords(words.get("now") ?? "") ?? parseWords(START);
-  state.than = parseWords(words.get("than") ?? "");
+  state.kept = parseWords(words.get("kept") ?? "");
   state.prices = { row: price("row", row), draftPass: price("draftPass", draftPass) };
   state.position = clamp(Math.round(Number(words.get("at"))) || 0, 0, data.text.length - 2);
 }
@@ -146,11 +145,15 @@ function listen() {
   byId("next").addEventListener("click", () => goBy(1));
   byId("keep").addEventListener("click", keepOrSwap);
   byId("clear").addEventListener("click", endComparison);
+  byId("texts").addEventListener("click", ({ target }) => {
+    const block = target.closest(".block");
+    if (block) go(Number(block.dataset.start));
+  });
   for (const event of ["pointerover", "focusin"]) byId("trees").addEventListener(event, explain);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const ownsArrows = event.target.matches?.("input, select") && event.key.startsWith("Arrow");
-    if (ownsArrows || !KEYS[event.key]) return;
+    const isOwn = { INPUT: event.key.startsWith("Arrow"), SELECT: true }[event.target.tagName];
+    if (isOwn || !KEYS[event.key]) return;
     event.preventDefault();
     KEYS[event.key]();
   });
@@ -168,7 +171,6 @@ function start() {
   const headings = ["Words", "Keys"].map((title) => html("h3", {}, title));
   byId("words").append(headings[0], table(TERMS), headings[1], table(KEY_HELP));
   buildEnvelope(byId("envelope"));
-  drawTexts.push(...SIDES.map((side) => buildText(byId(`text-${side}`))));
   listen();
   readHash();
   draw();

@@ -23,7 +23,8 @@ function drawResult(sides) {
     html("span", { class: "bonus" }, `rows ${parts[1]}`), " + ",
     html("span", { class: "of-draft" }, `draft ${parts[2]}`), `) = ${speedup.toFixed(2)}`);
   const kept = sides[1]?.setting;
-  byId("than").textContent = kept ? wordsOf(kept) : "c keeps this setting beside the next ones";
+  byId("kept").textContent = kept ? wordsOf(kept) : "c keeps this setting beside the next ones";
+  byId("kept").title = byId("kept").textContent; // which may be cut
   drawMisses(sides);
 }
 
@@ -60,6 +61,5 @@ function drawEnds({ replay: found }) {
   const n = found.iterations.length;
   const [where, advice] = GATES[ends[0]?.[0]] ?? [];
   byId("advice").textContent = where
-    ? `Most often (${most} of ${n}) the next token was ${where}. ${advice}`
-    : "Choose a method that drafts.";
+    ? `Most often (${most} of ${n}) the next token was ${where}. ${advice}` : "";
 }

@@ -1,15 +1,9 @@
 // The text in blocks, one for each iteration: the accepted tokens and the bonus token.
 
-function buildText(place) {
-  place.addEventListener("click", ({ target }) => {
-    const block = target.closest(".block");
-    if (block) go(Number(block.dataset.start));
-  });
-  return function drawText(side) {
-    const prompt = html("span", { class: "prompt" }, data.prompt.text);
-    const first = tokenSpan(data.pieces[0], { token: true, bonus: true }); // of the pass over it
-    place.replaceChildren(prompt, first, ...side.replay.iterations.flatMap(blockOf));
-  };
+function drawText(place, { iterations }) {
+  const prompt = html("span", { class: "prompt" }, data.prompt.text);
+  const first = tokenSpan(data.pieces[0], { token: true, bonus: true }); // of the pass over it
+  place.replaceChildren(prompt, first, ...iterations.flatMap(blockOf));
 }
 
 // A block, and before it the space with which it begins, so that no line ends with a mark of it.
