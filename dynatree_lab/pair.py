@@ -191,7 +191,8 @@ def load_pair(
 
     Args:
         target: None or "embedded" for the embedded target, and without a draft the embedded pair.
-        draft: None for methods that need none.
+        draft: None for methods that need none. With a replay and no candidates, None is the
+            embedded draft.
         device, dtype: None for the defaults of choose_device and choose_dtype.
         draft_dtype: None for the default of choose_draft_dtype.
         announce: called with lines about the models and before a download.
@@ -200,7 +201,7 @@ def load_pair(
         replay: recorded texts in place of the target (replay/), or their file. A file that does
             not end in .jsonl is a text of people.
         candidates: file of recorded candidates in place of the draft, which then only answers what
-            they lack. Without a draft, nothing does.
+            they lack. Without a draft, nothing does. A file that does not exist is recorded first.
 
     Warns of settings in the target's generation_config.json that are not used. Raises UsageError
     for an unknown device or dtype, CheckpointError for invalid checkpoints or different tokenizers,
@@ -212,8 +213,8 @@ def load_pair(
     if replay is not None:
         if target or dtype or target_memory:
             raise UsageError("replay takes the place of the target, which then has no options")
-        options = {"device": str(device) if device else None, "dtype": draft_dtype}
-        return load_replay(replay, draft, candidates, announce, **options)
+        of_draft = str(device) if device else None, draft_dtype
+        return load_replay(replay, draft, candidates, announce, *of_draft)
     if candidates:
         raise UsageError("candidates need a replay")
     if target is None or target == EMBEDDED and not Path(EMBEDDED).exists():
@@ -259,10 +260,11 @@ def load_replay(
     draft: str | Path | None,
     candidates: str | Path | None,
     announce: Callable[[str], None],
-    **options: torch.device | torch.dtype | str | None,
+    device: str | None,
+    draft_dtype: torch.dtype | str | None,
 ) -> Pair:
     """Return the pair of recorded texts and of a draft, or its recorded candidates, or both. With
-    neither, the draft is the embedded one. options: device and dtype of the draft. Raises
+    neither, the draft is the embedded one. device and draft_dtype are the draft's. Raises
     ReplayError, CheckpointError, UsageError and OutOfMemory."""
     if not draft and not candidates:
         draft = TINY / "draft"
@@ -283,11 +285,11 @@ def load_replay(
     load_s = {"target": 0.0, "draft": 0.0}
     pair = Pair(target, None, tokenizer, Path(texts[0].model), None, load_s=load_s, report=report)
     if checkpoint:
-        device = choose_device(options["device"])
-        draft_dtype = choose_draft_dtype(options["dtype"], choose_dtype(None, device), device)
-        report |= {"device": str(device), "draft_dtype": dtype_name(draft_dtype)}
+        where = choose_device(device)
+        draft_dtype = choose_draft_dtype(draft_dtype, choose_dtype(None, where), where)
+        report |= {"device": str(where), "draft_dtype": dtype_name(draft_dtype)}
         report["dtype"] = report["dtype"] or report["draft_dtype"]  # of a text of people
-        pair = with_draft(pair, checkpoint, draft_dtype, device)
+        pair = with_draft(pair, checkpoint, draft_dtype, where)
     if not candidates:
         return pair
     if not Path(candidates).exists() and pair.draft:
@@ -296,7 +298,7 @@ def load_replay(
             record_candidates(pair.draft, texts, Path(candidates))
     tree = load_candidates(candidates, texts)
     if pair.draft:
-        require_same_draft(tree, texts[0], pair.draft)
+        require_same_draft(tree, texts, pair.draft)
     return replace(pair, draft=RecordedDraft(tree, texts, config, pair.draft))
 
 

@@ -227,8 +227,6 @@ def choose_parts(args: argparse.Namespace) -> list[Part]:
     first = next(iter(parts.values()))
     if args.prompts is not None:
         parts = {Path(args.prompts).name: first}
-    elif args.replay is not None:
-        parts = {Path(args.replay).name: first}
     elif args.dataset is not None:
         base = "wikitext2" if args.dataset == SCRIPT else args.dataset
         parts = {args.dataset: parts.get(base, first)}

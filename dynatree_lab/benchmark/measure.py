@@ -43,7 +43,7 @@ from dynatree_lab.benchmark.plan import (
     require_alone,
     resolve_prices,
 )
-from dynatree_lab.benchmark.replaying import recorded_text, replayed, replayed_line
+from dynatree_lab.benchmark.replaying import recorded_text, replayed_line, source_of, with_replay
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
 from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
@@ -56,6 +56,7 @@ from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.generation.step import Step
+from dynatree_lab.methods.eagle import EagleHead
 from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
 from dynatree_lab.pair import Pair
 from dynatree_lab.replay.candidates import record_candidates
@@ -151,13 +152,25 @@ class TableRun:
 
     @cached_property
     def replayed_pair(self) -> Pair:
-        """The pair whose target is the recorded texts of ar, which come first."""
-        texts = [
-            recorded_text(self.request_of(job), self.results.ids[text["ids_digest"]])
+        """The pair whose target is the greedy texts of ar, which come first: of each prompt the
+        longest one."""
+        jobs = [
+            job
             for job in self.all_jobs()
-            if job.case.row == "ar" and (text := self.results.texts[job.key]) and not job.round
+            if job.case.row == "ar" and not (job.case.temperature or job.round)
         ]
-        return replayed(self.pair, texts)
+        jobs.sort(key=lambda job: job.case.new_tokens)  # a later text of a prompt replaces others
+        longest = {tuple(self.prompt_ids(job)): job for job in jobs}
+        source = source_of(self.pair)
+        texts = [
+            recorded_text(
+                self.request_of(job),
+                self.results.ids[self.results.texts[job.key]["ids_digest"]],
+                source,
+            )
+            for job in longest.values()
+        ]
+        return with_replay(self.pair, texts)
 
     def time_passes(self) -> None:
         """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
@@ -181,13 +194,12 @@ class TableRun:
         if job.case.is_hf:
             arguments = job.case.method, self.prompt_ids(job), job.case.new_tokens, n_steps
             return self.hf.decode(*arguments)
-        steps = list(islice(self.request_of(job).decode(), n_steps))
-        if all(step.is_complete for step in steps) or not self.pair_of(job.case).draft.model:
+        request = self.request_of(job)
+        steps, draft = list(islice(request.decode(), n_steps)), request.pair.draft
+        if all(step.is_complete for step in steps) or not draft.model:
             return steps
         # The recorded candidates lack some of a tree's. With the draft at hand, all trees are real
-        request = self.request_of(job)
-        pair = replace(request.pair, draft=request.pair.draft.model)
-        return list(replace(request, pair=pair).decode())
+        return list(replace(request, pair=replace(request.pair, draft=draft.model)).decode())
 
     def request_of(self, job: Job) -> Request:
         """Return the request of a text. Without EOS ids, it generates all new tokens."""
@@ -368,7 +380,9 @@ def measure_table(args: argparse.Namespace) -> int:
 def record_table(args: argparse.Namespace) -> int:
     """Write the texts of ar after the table's prompts to a new file, and the draft's candidates.
     Raises UsageError."""
-    if given := [name for name in UNRECORDED if getattr(args, name)]:
+    given = [name for name in UNRECORDED if getattr(args, name)]
+    given += ["repeats"] * (args.repeats > 1)
+    if given:
         raise UsageError(f"{', '.join(f'--{name}' for name in given)}: no effect with --record")
     files = [Path(name) for name in (args.record, args.candidates) if name]
     for file in files:
@@ -379,11 +393,16 @@ def record_table(args: argparse.Namespace) -> int:
     if len(run.results.cases) > 1:
         sizes = "--prompt-tokens, --max-new-tokens and --temperature"
         raise UsageError(f"--record: table {args.table} has several sizes; choose one by {sizes}")
-    texts = []
-    with progress_bar(list(run.all_jobs())) as bar:
+    if args.candidates and isinstance(plan.pair.draft, EagleHead):
+        raise UsageError("--candidates needs a draft model, and --draft is an EAGLE head")
+    jobs = list({tuple(run.prompt_ids(job)): job for job in run.all_jobs()}.values())
+    if repeated := len(list(run.all_jobs())) - len(jobs):
+        print_line(f"note: without {repeated} prompts that are equal to others")
+    texts, source = [], source_of(plan.pair)
+    with progress_bar(jobs) as bar:
         for job in bar:
             request = run.request_of(job)
-            texts.append(recorded_text(request, token_ids(request.decode())))
+            texts.append(recorded_text(request, token_ids(request.decode()), source))
             if rank() == 0:
                 with writing(files[0]):
                     append_text(files[0], texts[-1])

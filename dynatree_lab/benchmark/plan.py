@@ -34,7 +34,12 @@ from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
 from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
-from dynatree_lab.benchmark.replaying import open_replay, part_of, read_texts_of, replayable
+from dynatree_lab.benchmark.replaying import (
+    choose_replayable,
+    move_to_texts,
+    open_replay,
+    read_texts_of,
+)
 from dynatree_lab.benchmark.report import COLUMNS, WITH_SPEEDUP, column
 from dynatree_lab.benchmark.results import FORMAT, Line, Results, load
 from dynatree_lab.cli.load import add_load_option, digest_files
@@ -214,13 +219,14 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     """
     table = find_table(args.table)
     args = with_recorded_texts(args, table)
+    require_replay_options(args, table)
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
     texts = read_texts_of(args, table.parts[0]) if args.replay else []
-    parts = [part_of(texts, table.parts[0], args)] if texts else choose_parts(args)
+    parts = [move_to_texts(texts, table.parts[0], args)] if texts else choose_parts(args)
     is_controlled = is_half and "exact" in table.columns and not texts
     cases = choose_cases(parts, args, [CONTROL] if is_controlled else [])
     if texts:
-        cases = replayable(cases, is_named=bool(args.methods))
+        cases = choose_replayable(cases, is_named=bool(args.methods))
     check_options(args, cases)
     args = resolve_models(args)
     load_before = one_minute_load()
@@ -264,21 +270,26 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
 
 def with_recorded_texts(args: argparse.Namespace, table: Table) -> argparse.Namespace:
     """Return the options with the recorded texts of a table that has some, and with a row for each
-    method of --load. Raises UsageError for options that need --replay or prices."""
-    if table.replay and not args.replay:
-        loaded = [name for name in METHODS if name not in PROJECT_METHODS]
-        given = {
-            "replay": Path(__file__).with_name(table.replay),
-            "add": [*(args.add or ()), *loaded],
-        }
-        args = argparse.Namespace(**(vars(args) | given))
+    method of --load. Raises UsageError for other texts."""
+    if not table.replay or args.replay:
+        return args
+    names = ("dataset", "prompts", "record")
+    if refused := ", ".join(f"--{name}" for name in names if getattr(args, name)):
+        raise UsageError(f"{refused}: no effect with --table {args.table}, which has its own texts")
+    loaded = [name for name in METHODS if name not in PROJECT_METHODS]
+    file = str(Path(__file__).with_name(table.replay))
+    given = {"replay": file, "add": [*(args.add or ()), *loaded]}
+    return argparse.Namespace(**(vars(args) | given))
+
+
+def require_replay_options(args: argparse.Namespace, table: Table) -> None:
+    """Raise UsageError for options that need --replay, or with it other options."""
     if args.candidates and not (args.replay or args.record):
         raise UsageError("--candidates has no effect without --replay or --record")
     if args.replay and args.table == PRICES:
         raise UsageError("--measure-prices has no effect with --replay, which has no times")
     if args.replay and table.is_sorted and not args.prices:
         raise UsageError("--table tune --replay needs --prices; --measure-prices measures them")
-    return args
 
 
 def encode_prompts(

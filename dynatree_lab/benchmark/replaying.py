@@ -49,15 +49,19 @@ REPLAYED_METRICS = (
     "iterations", "tokens_per_iter", "accepted_per_iter", "drafted_per_iter", "acceptance_rate",
     "draft_passes", "repetition",
 )  # fmt: skip
-OF_TARGET = ("target", "dtype", "target_memory", "temperature", "top_p", "seed", "hf", "record")
+OF_TARGET = (  # options of a target, which a replay does not have
+    "pair", "target", "dtype", "target_memory", "temperature", "top_p", "seed", "hf", "record",
+)  # fmt: skip
 
 
 def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
     """Return the texts of --replay: as many as --n-prompts says, else all. part: the table's, whose
-    sizes are those of a text of people. Raises UsageError."""
+    sizes are those of a text of people. Raises UsageError and ReplayError."""
     if given := [name for name in OF_TARGET if getattr(args, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{options}: no effect with --replay, which has the texts already")
+    if args.repeats > 1:
+        raise UsageError("--repeats: no effect with --replay, whose rounds are equal")
     is_recorded = Path(args.replay).suffix == SUFFIX
     if is_recorded and args.prompt_tokens:
         raise UsageError("--prompt-tokens: no effect with --replay, which has the prompts already")
@@ -74,7 +78,7 @@ def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
     return pick_evenly(texts, args.n_prompts or len(texts))
 
 
-def part_of(texts: Sequence[RecordedText], part: Part, args: argparse.Namespace) -> Part:
+def move_to_texts(texts: Sequence[RecordedText], part: Part, args: argparse.Namespace) -> Part:
     """Return a part moved to recorded texts, all of which are cut to the shortest one's length.
     Raises UsageError for --max-new-tokens above it."""
     shortest = min(len(text.ids) for text in texts)
@@ -97,7 +101,7 @@ def part_of(texts: Sequence[RecordedText], part: Part, args: argparse.Namespace)
     )
 
 
-def replayable(cases: Sequence[Case], is_named: bool) -> list[Case]:
+def choose_replayable(cases: Sequence[Case], is_named: bool) -> list[Case]:
     """Return the cases that a replay can have. Raises UsageError for another one if the options
     name it, else prints a note.
 
@@ -130,7 +134,8 @@ def require_row_replayable(case: Case) -> None:
 
 
 def open_replay(args: argparse.Namespace, texts: Sequence[RecordedText]) -> Pair:
-    """Return the pair of recorded texts and the draft of the options. Raises UsageError."""
+    """Return the pair of recorded texts and the draft of the options. Raises UsageError and
+    ReplayError."""
     set_threads(args.threads, choose_device(args.device))
     if args.candidates and Path(args.replay).suffix == SUFFIX:
         texts = read_texts(args.replay)  # a file of candidates belongs to all of them
@@ -152,26 +157,27 @@ def replayed_line(steps: Sequence[Step], config: GenerationConfig) -> Line:
     return found | {"incomplete": sum(not step.is_complete for step in steps)}
 
 
-def recorded_text(request: Request, ids: list[int]) -> RecordedText:
-    """Return ar's ids of a request as a recorded text."""
-    pair, sampling = request.pair, request.config.sampling
-    return RecordedText(
-        prompt=request.prompt,
-        ids=ids,
-        model=path_from_root(str(pair.report["target"])),
-        weights=weights_name(pair.target_folder),
-        dtype=dtype_name(pair.target.dtype),
-        vocab_size=pair.target.config.vocab_size,
-        eos_ids=list(pair.target.config.eos_ids),
-        tokenizer=tokenizer_digest(pair.tokenizer),
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        program=f"dynatree_lab {__version__}, torch {torch.__version__}",
-    )
+def source_of(pair: Pair) -> dict[str, object]:
+    """Return what a recorded text says of the target. Reads the target's weights."""
+    return {
+        "model": path_from_root(str(pair.report["target"])),
+        "weights": weights_name(pair.target_folder),
+        "dtype": dtype_name(pair.target.dtype),
+        "vocab_size": pair.target.config.vocab_size,
+        "eos_ids": list(pair.target.config.eos_ids),
+        "tokenizer": tokenizer_digest(pair.tokenizer),
+        "program": f"dynatree_lab {__version__}, torch {torch.__version__}",
+    }
 
 
-def replayed(pair: Pair, texts: Sequence[RecordedText]) -> Pair:
+def recorded_text(request: Request, ids: list[int], source: dict[str, object]) -> RecordedText:
+    """Return ar's ids of a request as a recorded text. source: as source_of returns it."""
+    sampling = request.config.sampling
+    given = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
+    return RecordedText(prompt=request.prompt, ids=ids, **source, **given)
+
+
+def with_replay(pair: Pair, texts: Sequence[RecordedText]) -> Pair:
     """Return the pair with recorded texts in place of its target, and with its draft's candidates
     along them, which are recorded first."""
     print_line(f"recording the draft's candidates along {len(texts)} texts of ar")

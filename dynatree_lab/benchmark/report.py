@@ -103,7 +103,8 @@ def text_frame(results: Results) -> pd.DataFrame:
         texts[name] = [x_ar(prices, results.texts[key]) for key in keys]
     texts["rows"] = 1 + texts.drafted_per_iter
     texts["n_trees"] = texts.iterations
-    texts.loc[is_too_incomplete(texts), MEASURED] = math.nan
+    unknown = [*MEASURED, *results.head.get("prices", {})]
+    texts.loc[is_too_incomplete(texts), unknown] = math.nan
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
     return sort_by_speed(texts, results.baseline) if results.is_sorted else texts

@@ -93,7 +93,7 @@ def generate(
         readers = {"accept": accept, "process": process, "inspect": inspect, "logprobs": logprobs}
         given = [name for name, reader in readers.items() if reader is not None]
         require_replayable(config, method, draft, given)
-        target.find(text.ids, text.max_new_tokens)  # raises UsageError if the text is too short
+        target.find(text.ids, text.max_new_tokens)  # raises ReplayError if the text is too short
         config = at_recorded_temperature(config, method, target, text.ids)
     if isinstance(draft, RecordedDraft):
         draft = draft.suited(method.max_branches, reads_all=method.is_calibrated)

@@ -1,9 +1,9 @@
 """Recorded candidates of a draft along recorded texts, in place of the draft.
 
 At every position of a text a wide tree is drafted: all nodes that rules may ask for, at any of
-several temperatures (WideRule). The candidates below each of these nodes are recorded. The wide
-tree of a position would contain a part of the next position's, below the text's next token. This
-part is left out. So the nodes of a text are one tree, whose trunk is the text.
+several temperatures (WideRule). The candidates below each of these nodes are recorded. Below the
+text's next token nothing is recorded, because the next position's tree has it. So the trees of a
+text join into one, whose trunk is the text.
 
     record_candidates(draft, texts, Path("candidates.npz"))
     tree = load_candidates("candidates.npz", texts)
@@ -104,7 +104,7 @@ class WideRule(Rule):
         self.next_token = next(self.next_tokens)
         self.parents = numpy.zeros((1, n))  # log p(u) of the rows, [n, T]
         self.best = numpy.full((self.width.n_best, n), -numpy.inf)  # the highest values so far
-        self.has_chain = True  # if so, the chain of best candidates is the first row
+        self.has_chain = True  # the level's first row ends the chain of best candidates
         return super().begin_tree(root_token, max_depth)
 
     def add_gates(self, level: Level) -> Gates:
@@ -127,7 +127,8 @@ class WideRule(Rule):
 @dataclass(frozen=True)
 class CandidateTree:
     """The recorded nodes of several texts, one after another: of each text the wide trees, of each
-    tree the nodes in breadth-first order, the root first. Candidates are in the order of nodes."""
+    tree the nodes in breadth-first order, the root first. Candidates are in the order of nodes.
+    Raises ValueError for columns of other lengths."""
 
     temperatures: ndarray  # [T], increasing
     tree_sizes: ndarray  # [trees], nodes of each tree
@@ -138,6 +139,13 @@ class CandidateTree:
     log_sums: ndarray  # [nodes that were run, T] float32, log of the sum of p^(1/T)
 
     def __post_init__(self) -> None:
+        n_run, n_candidates = numpy.count_nonzero(self.n_candidates), self.n_candidates.sum()
+        lengths = len(self.n_children), len(self.n_candidates), len(self.tokens), len(self.logprobs)
+        n_nodes = self.tree_sizes.sum()
+        if lengths != (n_nodes, n_nodes, n_candidates, n_candidates):
+            raise ValueError("the columns of recorded candidates have other lengths")
+        if self.log_sums.shape != (n_run, len(self.temperatures)):
+            raise ValueError("the log-sums of recorded candidates have another shape")
         places = {
             "roots": self.tree_sizes.cumsum() - self.tree_sizes,
             # A tree's children follow its root in the order of their parents
@@ -199,7 +207,8 @@ class TreeRecorder:
         """Return the columns of a wide tree. levels: what the draft says after its rows."""
         is_run = numpy.array(tree.draft_slots) >= 0
         n_children = numpy.bincount(tree.parents[1:], minlength=len(tree))
-        # One more than are nodes, so that a rule whose trees are inside does not take all
+        # One more than the children, because a tree that uses all recorded candidates of a row
+        # counts as incomplete (RecordedDrafter.check_breadth)
         n_candidates = (n_children + 1).clip(min=self.width.min_candidates)
         n_candidates = numpy.where(is_run, n_candidates.clip(max=self.n_columns), 0)
         columns = {"tree_sizes": numpy.array([len(tree)]), "n_children": n_children}
@@ -226,6 +235,8 @@ def make_candidates(
     temperatures: Sequence[float] = TEMPERATURES,
 ) -> CandidateTree:
     """Return the draft's candidates along texts, at these temperatures and the default ones."""
+    if all(len(text.ids) < 3 for text in texts):
+        raise ReplayError("no text has 3 tokens, so there are no candidates to record")
     own = {draft_temperature(text.temperature) for text in texts}
     recorder = TreeRecorder(draft, sorted({*temperatures, *own}), width)
     for text in texts:
@@ -264,19 +275,22 @@ def load_candidates(file: str | Path, texts: Sequence[RecordedText]) -> Candidat
         raise ReplayError(f"{file} has format {version}, it must be {FORMAT}")
     if digest != digest_of(texts):
         raise ReplayError(f"{file} has the candidates of other texts; remove it to record these")
-    return CandidateTree(**columns)
+    try:
+        return CandidateTree(**columns)
+    except ValueError as error:
+        raise ReplayError(f"{file}: {error}") from error
 
 
 @torch.inference_mode()
-def require_same_draft(tree: CandidateTree, text: RecordedText, draft: Model) -> None:
-    """Raise ReplayError unless the first recorded candidates, those after the first token of the
-    first text, are this draft's."""
-    if not (n := tree.n_candidates[0]):  # of a text of two tokens or less, which has no trees
-        return
+def require_same_draft(tree: CandidateTree, texts: Sequence[RecordedText], draft: Model) -> None:
+    """Raise ReplayError unless the first recorded candidates are this draft's."""
+    place = next(i for i, text in enumerate(texts) if len(text.ids) > 2)  # with a tree that was run
+    node = tree.roots[sum(len(text.ids) - 1 for text in texts[:place])]
+    n, first, text = int(tree.n_candidates[node]), tree.first_candidate[node], texts[place]
     drafter, tokens = ModelDrafter(draft), [*text.prompt, text.ids[0]]
     drafter.start(tokens, len(tokens), text.vocab_size)
-    found = drafter.draft(Tree.from_root(tokens[-1]), [0], int(n))
-    if abs(found.logprobs[0] - tree.logprobs[:n]).max() > MAX_DIFFERENCE:
+    found = drafter.draft(Tree.from_root(tokens[-1]), [0], n)
+    if abs(found.logprobs[0] - tree.logprobs[first : first + n]).max() > MAX_DIFFERENCE:
         raise ReplayError("the candidates were recorded with another draft; use that one or none")
 
 

@@ -59,9 +59,8 @@ class RecordedDraft:
                     self.next_roots[child] = next_root
 
     def suited(self, k: int, reads_all: bool) -> Model:
-        """Return the draft itself, if it is at hand and a method asks for k candidates of each row
-        and fewer are recorded of most rows, else these recorded candidates. reads_all: as
-        RecordedDrafter has it."""
+        """Return the draft itself if it is at hand and k candidates are recorded of no row, or with
+        reads_all (RecordedDrafter), not of every row. Else return these recorded candidates."""
         recorded = self.tree.n_candidates[self.tree.n_candidates > 0]
         n_recorded = recorded.min() if reads_all else recorded.max()
         return self.model if self.model and k > n_recorded else self
@@ -80,7 +79,7 @@ class RecordedDraft:
 
     def child(self, node: int, token: int) -> int:
         """Return the node of a token below a node, or MISSING if nothing is recorded below it."""
-        found = MISSING if node == MISSING else self.tree.child(node, token)
+        found = self.tree.child(node, token)
         found = self.next_roots.get(found, found)
         return MISSING if found == MISSING or not self.tree.n_candidates[found] else found
 
@@ -129,9 +128,9 @@ class RecordedDrafter(ModelDrafter):
     def choose(self, logits: Tensor, k: int) -> Candidates:
         self.k, nodes = k, self.nodes[-len(self.rows) :]
         found = self.recorded.tree.candidates(nodes, k, self.temperature_index)
-        least = min(k, self.vocab_size) if self.reads_all else 1
+        n_needed = min(k, self.vocab_size) if self.reads_all else 1
         for i, row in enumerate(self.rows):
-            if nodes[i] == MISSING or self.recorded.tree.n_candidates[nodes[i]] < least:
+            if nodes[i] == MISSING or self.recorded.tree.n_candidates[nodes[i]] < n_needed:
                 self.answer(row, found, i)
         return found
 

@@ -56,8 +56,8 @@ class RecordedTarget:
             others = f"only after {len(self.texts)} others"
             raise ReplayError(f"no text is recorded after this prompt, {others}")
         if len(text.ids) < n_tokens and text.ids[-1] not in self.config.eos_ids:
-            most = f"the recorded text has {len(text.ids)} tokens"
-            raise ReplayError(f"max_new_tokens is {n_tokens}, but {most}")
+            length = f"the recorded text has {len(text.ids)} tokens"
+            raise ReplayError(f"max_new_tokens is {n_tokens}, but {length}")
         return text
 
     def new_cache(self, capacity: int) -> RecordedCache:

@@ -97,8 +97,8 @@ def parse_text(line: bytes) -> RecordedText:
         raise ValueError("it is no recorded text, because it has no format")
     if version != FORMAT:
         raise ValueError(f"format is {version!r:.80}, it must be {FORMAT}")
-    missing = [f.name for f in fields(RecordedText) if f.default is MISSING]
-    if missing := [name for name in missing if name not in values]:
+    required = [f.name for f in fields(RecordedText) if f.default is MISSING]
+    if missing := [name for name in required if name not in values]:
         raise ValueError(f"the text has no {', '.join(missing)}")
     known = {f.name for f in fields(RecordedText)}  # others are a recorder's own
     return RecordedText(**{name: value for name, value in values.items() if name in known})

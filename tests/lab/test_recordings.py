@@ -208,6 +208,9 @@ MISTAKES: list[tuple[str, Change | None, str]] = [  # the file that was named la
     ("--candidates c.npz", None, "--candidates has no effect without --replay or --record"),
     ("--record t.jsonl", None, "t.jsonl exists already; use another name"),
     ("--record new --candidates c.npz", None, "c.npz exists already; use another name"),
+    (OF_TEXTS + " --repeats 2", None, "--repeats: no effect with --replay, whose rounds are equal"),
+    ("--record new --repeats 2", None, "--repeats: no effect with --record"),
+    ("--table rules --prompts t.jsonl", None, "--prompts: no effect with --table rules, which has"),
     ("--record new --methods ar", None, "--methods: no effect with --record"),
     ("--record new --max-new-tokens 8,9", None, "table main has several sizes; choose one by"),
 ]
