@@ -216,7 +216,8 @@ def test_ties_and_misses_are_those_of_the_rules(open_page: Callable, recorded: R
 ADAPT = """([settings, accepted]) => {
   const rule = playground.RULES.dynatree(settings);
   return accepted.map((n) => {
-    rule.adapt({ tokens: [0, 1], depths: [0, 5] }, Array(n + 1).fill(0));
+    const depths = n < 0 ? [0] : [0, 5];
+    rule.adapt({ tokens: depths, depths }, Array(Math.max(n, 0) + 1).fill(0));
     return rule.state();
   });
 }"""
@@ -224,15 +225,17 @@ ADAPT = """([settings, accepted]) => {
 
 @pytest.mark.browser
 def test_history_moves_thresholds_as_the_rule_does(open_page: Callable, recorded: Recorded) -> None:
-    """Accept 3 or 4 of 5 levels of most trees, so that many means are 0.6 or 0.8."""
+    """Accept 3 or 4 of 5 levels of most trees, so that many means are 0.6 or 0.8. Some trees are
+    only a root, and have no ratio."""
     page, rng = open_page(as_playground(recorded[2])), random.Random(3)
     places = [random_place(rng)["settings"] for _ in range(150)]
     for settings in (place for place in places if "W" in place):
         settings |= {"history": True, "W": rng.choice((1, 2, 3, 5, 10))}
-        accepted = rng.choices((*[rng.choice((3, 4))] * 3, 2, 5), k=30)
+        accepted = rng.choices((*[rng.choice((3, 4))] * 3, 2, 5, -1), k=30)
         rule = lab.METHODS["dynatree"](**settings).make_rule()
         for n, found in zip(accepted, page.evaluate(ADAPT, [settings, accepted]), strict=True):
-            rule.adapt(Tree([0, 1], [-1, 0], [0, 5], [0, 0], [0, -1]), [0] * (n + 1))
+            tree = Tree([0, 1], [-1, 0], [0, 5], [0, 0], [0, -1]) if n >= 0 else Tree.from_root(0)
+            rule.adapt(tree, [0] * (max(n, 0) + 1))
             assert found == {name: getattr(rule.current, name) for name in found}
 
 
