@@ -33,7 +33,13 @@ from dynatree_lab.benchmark.cases import (
 from dynatree_lab.benchmark.enlarge import SHAPES, enlarged_pair
 from dynatree_lab.benchmark.hf import HF_METHODS
 from dynatree_lab.benchmark.machine import describe_machine, one_minute_load, path_from_root
-from dynatree_lab.benchmark.prompts import DATASETS, cut_prompts, encode_valid, load_prompts
+from dynatree_lab.benchmark.prompts import (
+    DATASETS,
+    cut_prompts,
+    encode_valid,
+    load_prompts,
+    pick_evenly,
+)
 from dynatree_lab.benchmark.replaying import (
     choose_replayable,
     move_to_texts,
@@ -221,7 +227,8 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     args = with_recorded_texts(args, table)
     require_replay_options(args, table)
     is_half = choose_dtype(args.dtype, choose_device(args.device)) != torch.float32
-    texts = read_texts_of(args, table.parts[0]) if args.replay else []
+    all_texts = read_texts_of(args, table.parts[0]) if args.replay else []
+    texts = pick_evenly(all_texts, args.n_prompts or len(all_texts))
     parts = [move_to_texts(texts, table.parts[0], args)] if texts else choose_parts(args)
     is_controlled = is_half and "exact" in table.columns and not texts
     cases = choose_cases(parts, args, [CONTROL] if is_controlled else [])
@@ -232,7 +239,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     load_before = one_minute_load()
     needs_draft = any(case.is_drafting or case.is_hf for case in cases) or bool(args.candidates)
     needs_draft |= "predicted" in (args.columns or table.columns)  # from passes of both models
-    pair = open_replay(args, texts) if texts else open_pair(args, needs_draft, print_line)
+    pair = open_replay(args, all_texts) if texts else open_pair(args, needs_draft, print_line)
     models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
     if any(case.uses_head for case in cases):

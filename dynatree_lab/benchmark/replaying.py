@@ -17,7 +17,6 @@ import torch
 from dynatree_lab import __version__
 from dynatree_lab.benchmark.cases import Case, Part
 from dynatree_lab.benchmark.machine import path_from_root
-from dynatree_lab.benchmark.prompts import pick_evenly
 from dynatree_lab.benchmark.results import Line
 from dynatree_lab.benchmark.step_times import count_passes
 from dynatree_lab.cli.options import set_threads
@@ -37,7 +36,6 @@ from dynatree_lab.replay.texts import (
     RecordedText,
     ReplayError,
     read_replay,
-    read_texts,
     tokenizer_digest,
     weights_name,
 )
@@ -55,8 +53,8 @@ OF_TARGET = (  # options of a target, which a replay does not have
 
 
 def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
-    """Return the texts of --replay: as many as --n-prompts says, else all. part: the table's, whose
-    sizes are those of a text of people. Raises UsageError and ReplayError."""
+    """Return all texts of --replay. part: the table's, whose sizes are those of a text of people.
+    Raises UsageError and ReplayError."""
     if given := [name for name in OF_TARGET if getattr(args, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{options}: no effect with --replay, which has the texts already")
@@ -75,7 +73,7 @@ def read_texts_of(args: argparse.Namespace, part: Part) -> list[RecordedText]:
     texts = read_replay(args.replay, tokenizer, n_ids, (n_texts, sizes[0][0], sizes[1][0]))
     if len({text.temperature for text in texts}) > 1:
         raise UsageError(f"{args.replay} has texts of several temperatures, it must have one")
-    return pick_evenly(texts, args.n_prompts or len(texts))
+    return texts
 
 
 def move_to_texts(texts: Sequence[RecordedText], part: Part, args: argparse.Namespace) -> Part:
@@ -84,8 +82,8 @@ def move_to_texts(texts: Sequence[RecordedText], part: Part, args: argparse.Name
     shortest = min(len(text.ids) for text in texts)
     new_tokens = args.new_tokens or [shortest]
     if max(new_tokens) > shortest:
-        longest = f"{args.replay} has a text of {shortest} tokens"
-        raise UsageError(f"--max-new-tokens is {max(new_tokens)}, but {longest}")
+        length = f"{args.replay} has a text of {shortest} tokens"
+        raise UsageError(f"--max-new-tokens is {max(new_tokens)}, but {length}")
     return replace(
         part,
         dataset=Path(args.replay).name,
@@ -128,17 +126,15 @@ def require_row_replayable(case: Case) -> None:
         raise UsageError(f"{case.row}: a recorded text has only the target's tokens")
     config = case.generation_config()
     try:
-        require_replayable(config, config.method, None, [])
+        require_replayable(config, config.method)
     except ReplayError as error:
         raise UsageError(f"{case.row}: {error}") from error
 
 
 def open_replay(args: argparse.Namespace, texts: Sequence[RecordedText]) -> Pair:
-    """Return the pair of recorded texts and the draft of the options. Raises UsageError and
-    ReplayError."""
+    """Return the pair of all recorded texts, to which a file of candidates belongs, and the draft
+    of the options. Raises UsageError and ReplayError."""
     set_threads(args.threads, choose_device(args.device))
-    if args.candidates and Path(args.replay).suffix == SUFFIX:
-        texts = read_texts(args.replay)  # a file of candidates belongs to all of them
     return load_pair(
         draft=args.draft,
         device=args.device,

@@ -36,6 +36,7 @@ from dynatree_lab.methods.eagle import (
 from dynatree_lab.methods.method import Method
 from dynatree_lab.methods.sampler import GREEDY, DrawingSampler, Sampling
 from dynatree_lab.replay.draft import RecordedDraft, RecordedDrafter
+from dynatree_lab.replay.texts import ReplayError
 
 
 class Parts(NamedTuple):
@@ -77,7 +78,7 @@ def source_of_candidates(
         return draft
     is_recorded = isinstance(getattr(draft, "model", None), RecordedDraft)
     if is_recorded and (method.make_drafter or method.facts.reads_entropy):
-        raise ValueError("this method reads more of a draft than recorded candidates; use a draft")
+        raise ReplayError("the method reads more of a draft than its candidates; add the draft")
     if method.make_drafter:
         return method.make_drafter(draft)
     if draft is None:

@@ -91,12 +91,10 @@ def generate(
     method = config.method if rule is None else method_of(rule, config)
     if isinstance(target, RecordedTarget):
         readers = {"accept": accept, "process": process, "inspect": inspect, "logprobs": logprobs}
-        given = [name for name, reader in readers.items() if reader is not None]
-        require_replayable(config, method, draft, given)
+        require_replayable(config, method, draft, readers)
         target.find(text.ids, text.max_new_tokens)  # raises ReplayError if the text is too short
         config = at_recorded_temperature(config, method, target, text.ids)
-    if isinstance(draft, RecordedDraft):
-        draft = draft.suited(method.max_branches, reads_all=method.is_calibrated)
+    draft = draft.suited(method) if isinstance(draft, RecordedDraft) else draft
     runs = make_runs(target, draft, drafter, method, config, text)
     if accept is None and config.sampling.is_greedy and method.make_accept:
         accept = method.make_accept()

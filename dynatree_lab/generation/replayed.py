@@ -1,10 +1,10 @@
 """A generation over recorded texts (replay/): what it refuses, and its draft temperature.
 
-require_replayable(config, method, draft, readers=["logprobs"])  # raises ReplayError
+require_replayable(config, method, draft, {"logprobs": 2})  # raises ReplayError
 config = at_recorded_temperature(config, method, target, prompt)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dynatree import draft_temperature
@@ -33,13 +33,17 @@ def at_recorded_temperature(
 
 
 def require_replayable(
-    config: GenerationConfig, method: Method, draft: Model | None, readers: Sequence[str]
+    config: GenerationConfig,
+    method: Method,
+    draft: Model | None = None,
+    readers: Mapping[str, object] | None = None,
 ) -> None:
     """Raise ReplayError for what reads more of a target than the tokens of its text.
 
-    readers: the arguments of a generation that read logits, such as process.
+    readers: the arguments of a generation that read logits, such as process; None is none.
     """
-    sampling, found = config.sampling, list(readers)
+    sampling = config.sampling
+    found = [name for name, reader in (readers or {}).items() if reader is not None]
     if isinstance(draft, EagleHead):
         found.append("an EAGLE head, which reads hidden states")
     if sampling.draws_candidates:

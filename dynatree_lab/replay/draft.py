@@ -19,6 +19,7 @@ from torch import Tensor
 
 from draft_tree import Candidates, Tree
 from dynatree import ModelDrafter
+from dynatree_lab.methods.method import Method
 from dynatree_lab.replay.candidates import MISSING, CandidateTree
 from dynatree_lab.replay.models import RecordedCache
 from dynatree_lab.replay.texts import RecordedText, ReplayError
@@ -58,12 +59,13 @@ class RecordedDraft:
                 if (child := tree.child(root, token)) != MISSING:
                     self.next_roots[child] = next_root
 
-    def suited(self, k: int, reads_all: bool) -> Model:
-        """Return the draft itself if it is at hand and k candidates are recorded of no row, or with
-        reads_all (RecordedDrafter), not of every row. Else return these recorded candidates."""
+    def suited(self, method: Method) -> Model:
+        """Return these recorded candidates or, if a method reads more than they are, the draft
+        itself, if it is at hand. Calibration reads all candidates of a row."""
         recorded = self.tree.n_candidates[self.tree.n_candidates > 0]
-        n_recorded = recorded.min() if reads_all else recorded.max()
-        return self.model if self.model and k > n_recorded else self
+        n_recorded = recorded.min() if method.is_calibrated else recorded.max()
+        is_enough = method.max_branches <= n_recorded and not method.facts.reads_entropy
+        return self.model if self.model and not (is_enough and not method.make_drafter) else self
 
     def new_cache(self, capacity: int) -> RecordedCache:
         return RecordedCache()

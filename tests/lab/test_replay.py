@@ -328,6 +328,22 @@ def test_what_a_replay_cannot_have(words: str, changes: dict[str, object], messa
     assert "\n" not in str(raised.value)
 
 
+def test_a_rule_that_reads_entropy_needs_the_draft() -> None:
+    target, draft, texts, recorded = recorded_pair(3)
+
+    def steps(model: Model, own_draft: Model) -> list[Step]:
+        rule = DynaTree().make_rule()
+        rule.reads_entropy = True
+        given = texts[0].prompt, GenerationConfig(DynaTree()), N_NEW
+        return list(generate(model, own_draft, *given, rule=rule))
+
+    replayed = RecordedTarget(texts, draft.config)
+    with pytest.raises(ReplayError, match="reads more of a draft than its candidates; add the"):
+        steps(replayed, recorded)
+    with_draft = RecordedDraft(recorded.tree, texts, draft.config, draft)
+    assert are_equal(steps(target, draft), steps(replayed, with_draft), tolerance=0.0)
+
+
 def test_an_eagle_head_has_no_replay() -> None:
     assert REFUSED == ["recycle", "graft", "auto"]
     texts, (tensors, changes) = recorded_pair(3).texts, target_weights(3)
