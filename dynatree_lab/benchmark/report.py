@@ -59,7 +59,7 @@ RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
 OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
 FIELDS = [*KEYS, *(metric for _, metric, _ in NUMBERS.values())]
-MEASURED = list(dict.fromkeys(FIELDS[len(KEYS) :]))
+METRICS = list(dict.fromkeys(FIELDS[len(KEYS) :]))  # without repeats
 FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks", "draft_fit"]
 FIELDS += ["incomplete"]  # trees of a replayed text
 MAX_INCOMPLETE = 0.02  # share of such trees above which a row has no numbers
@@ -103,7 +103,7 @@ def text_frame(results: Results) -> pd.DataFrame:
         texts[name] = [x_ar(prices, results.texts[key]) for key in keys]
     texts["rows"] = 1 + texts.drafted_per_iter
     texts["n_trees"] = texts.iterations
-    unknown = [*MEASURED, *results.head.get("prices", {})]
+    unknown = [*METRICS, *results.head.get("prices", {})]
     texts.loc[is_too_incomplete(texts), unknown] = math.nan
     texts["draft_pass_ms"] = (texts.draft_ms / texts.draft_passes).where(texts.draft_passes > 0)
     texts = with_difference(with_baseline(texts, results.baseline), results)
@@ -212,8 +212,8 @@ def spread(found: pd.Series, form: str) -> str:
     if found.empty:
         return ""
     low, median, high = (write(form, found.quantile(q)) for q in (0.25, 0.5, 0.75))
-    spread = f" ({low.removesuffix('x')}-{high.removesuffix('x')})"
-    return median if low == high else median + spread
+    quartiles = f" ({low.removesuffix('x')}-{high.removesuffix('x')})"
+    return median if low == high else median + quartiles
 
 
 def mean_cell(metric: str, form: str, texts: pd.DataFrame) -> str:
@@ -455,8 +455,8 @@ def replay_notes(texts: pd.DataFrame) -> Iterator[str]:
     if texts.is_replayed.any():
         yield "Replayed texts have the trees and rows of real runs, and no times."
     if n := texts[is_too_incomplete(texts)].label.nunique():
-        what = f"of {n} rows, more than {MAX_INCOMPLETE:.0%} of the trees ask for more than that"
-        yield f"The draft's candidates were recorded: {what}. They have no numbers."
+        why = f"more than {MAX_INCOMPLETE:.0%} of their trees ask for candidates not recorded"
+        yield f"Rows without numbers: {n}, because {why}."
 
 
 def describe_computed(results: Results) -> str:
