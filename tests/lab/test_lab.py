@@ -42,6 +42,7 @@ def test_the_import_waits_for_a_name() -> None:
         lab.typo  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_examples_run(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

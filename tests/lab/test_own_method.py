@@ -522,6 +522,7 @@ def show_without(file: Path, note: str, capsys: Captured) -> bool:
     return note in captured.err and "\nown " in captured.out
 
 
+@pytest.mark.slow
 def test_a_results_file_loads_it_again(own_file: Path, capsys: Captured, tmp_path: Path) -> None:
     """Check a table and its file's digest, --show, --resume of a moved and of a changed file, and
     the process that measures memory. It takes 4 s: that process loads torch."""

@@ -141,6 +141,7 @@ def test_a_file_that_hides_one_of_the_core_is_named(
     assert str(found.value) == f"cannot import name 'x': {line}"
 
 
+@pytest.mark.slow
 def test_a_script_and_a_program_beside_such_a_file(tmp_path: Path) -> None:
     """Check a script that has such a name itself, and is run again by its import."""
     script = tmp_path / "dynatree.py"

@@ -261,6 +261,7 @@ def ranks(folder: Path) -> list[Found]:
     return [pickle.loads((folder / f"rank {number}").read_bytes()) for number in (0, 1)]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_process_does(ranks: list[Found], folder: Path) -> None:
     """Check texts, prices, an overflow that only rank 1 has, and the error of different tokens.
     Without that error, the ranks would add up different rows."""
@@ -274,6 +275,7 @@ def test_two_ranks_compute_what_one_process_does(ranks: list[Found], folder: Pat
     assert [found["read_rank"] for found in ranks] == [(0, False), (0, True)]
 
 
+@pytest.mark.slow
 def test_errors_are_printed_once(ranks: list[Found]) -> None:
     """Check an error of both ranks, then one of rank 1 alone."""
     assert [found["both fail"] for found in ranks] == [(2, "", "error: a mistake\n"), (2, "", "")]
@@ -281,6 +283,7 @@ def test_errors_are_printed_once(ranks: list[Found]) -> None:
     assert ranks[1]["one fails"] == (2, "", "error: rank 1: a mistake\n")
 
 
+@pytest.mark.slow
 def test_all_ranks_write_the_texts_of_the_same_prompts(
     ranks: list[Found], capsys: Captured
 ) -> None:
@@ -298,6 +301,7 @@ def test_all_ranks_write_the_texts_of_the_same_prompts(
     assert ranks[1]["no memory"][2].startswith("error: rank 1: no room; ")
 
 
+@pytest.mark.slow
 def test_only_rank_0_has_a_results_file(ranks: list[Found], folder: Path) -> None:
     """Check a table that is measured, cut off, and measured to its end. 0: all texts are ar's."""
     for name in ("measure", "resume"):
@@ -309,6 +313,7 @@ def test_only_rank_0_has_a_results_file(ranks: list[Found], folder: Path) -> Non
     assert head["head"]["machine"]["ranks"] == 2 and len(texts) == 4
 
 
+@pytest.mark.slow
 def test_text_is_kept_if_a_rank_ends(ranks: list[Found]) -> None:
     status, out, err = ranks[0]["end"]
     assert status == 2 and err.endswith(ENDED) and "end" not in ranks[1]

@@ -25,6 +25,7 @@ from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.metrics import token_ids
 from dynatree_lab.replay.texts import ReplayError, read_texts
 
+pytestmark = pytest.mark.slow  # 10 s: the page's commands run
 PAGE = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"(?:`(\w+\.py)`:\n\n)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {name: code for name, _, code in BLOCK.findall(PAGE) if name}
