@@ -98,9 +98,7 @@ def test_rows_without_numbers(recorded: tuple[str, str], capsys: Captured, tmp_p
     n, n_trees = (sum(text[name] for text in texts) for name in ("incomplete", "iterations"))
     assert n > 0.02 * n_trees and cells["dyspec N=64"] == ["", "", f"{n} of {n_trees} trees"]
     assert all(cells[row][0] and not cells[row][2] for row in cells if row != "dyspec N=64")
-    assert "Rows without numbers: 1, because more than 2%" in " ".join(
-        printed.split()
-    )
+    assert "Rows without numbers: 1, because more than 2%" in " ".join(printed.split())
     line = error_line(capsys, main, ["--resume", str(file)])
     assert "r.jsonl is a replay, which takes seconds: use --replay again" in line
 
