@@ -23,6 +23,7 @@ from importlib.metadata import version
 import torch
 
 from draft_tree import DynaTree, Settings
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.rules import are_retrieved
 from dynatree_lab.methods.static import Chain, Fixed
@@ -113,6 +114,20 @@ def summarise(metrics: Metrics) -> str:
     if not shares:
         return line
     return line + "\n" + textwrap.fill(f"accepted/nodes by depth: {shares}", 80)
+
+
+def count_passes(steps: Sequence[Step], config: GenerationConfig) -> dict[str, dict[str, int]]:
+    """Return how many passes of the target and of the draft had how many rows, after the target's
+    pass over the prompt. The rows are those that the method asks for, without a model's padding."""
+    verified = [len(step.tree) for step in steps[1:]]
+    if config.commit == "rebuild":  # runs the accepted tokens again
+        verified += [len(step.path) for step in steps[1:]]
+    drafted = [n for step in steps[1:] for n in step.draft_rows]
+    found, min_rows = {}, config.method.facts.min_rows
+    for name, rows in (("target_rows", verified), ("draft_rows", drafted)):
+        counts = Counter(max(n, min_rows) for n in rows)
+        found[name] = {str(n): counts[n] for n in sorted(counts)}  # JSON's keys are strings
+    return found
 
 
 def top1_match(steps: Sequence[Step]) -> float:

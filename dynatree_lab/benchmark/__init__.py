@@ -7,7 +7,6 @@ prompts     prompts from prompts.jsonl, WikiText-2, PG-19 or a file
 enlarge     embedded pair at the cost of larger models, made once
 machine     description of the machine and the versions
 hf          transformers on the same weights, for comparison rows
-step_times  times of single passes by number of rows, the bandwidth floor, predicted times
 memory      peak memory, measured in a new process
 results     results files: a head, and one line for every text
 replaying   recorded texts of a table's prompts, and tables over them without a target

@@ -1,4 +1,4 @@
-"""The embedded pair at the cost of larger models, made once, for --pair and table streamed.
+"""The embedded pair at the cost of larger models, made once, for --pair.
 
 The embedded pair is so small that calls take longer than their computation, so its speeds say
 little about real models. An enlarged pair generates the same text, and its passes read as many

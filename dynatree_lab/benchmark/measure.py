@@ -46,25 +46,30 @@ from dynatree_lab.benchmark.plan import (
 from dynatree_lab.benchmark.replaying import recorded_text, replayed_line, source_of, with_replay
 from dynatree_lab.benchmark.report import is_exact, markdown_report, text_frame, text_report
 from dynatree_lab.benchmark.results import KEYS, Key, Line, Results, append, drop_partial_line, load
-from dynatree_lab.benchmark.step_times import count_passes, measure_step_times
 from dynatree_lab.benchmark.tuning import METHODS_WITH_P, count_root_ranks, fit_draft
 from dynatree_lab.cli.compare import first_difference, rounding_gap
 from dynatree_lab.cli.load import digest_files, import_files
 from dynatree_lab.cli.options import overflow_note
 from dynatree_lab.cli.program import command_name, print_line, run_command_line
-from dynatree_lab.engine.passes import FULL_ATTENTION, round_up_rows
+from dynatree_lab.engine.passes import FULL_ATTENTION
 from dynatree_lab.engine.ranks import from_rank_0, rank, run_on_ranks, world_size
 from dynatree_lab.errors import UsageError, writing
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.eagle import EagleHead
-from dynatree_lab.metrics import code_acceptance, count_calibration, measure, token_ids, top1_match
+from dynatree_lab.metrics import (
+    code_acceptance,
+    count_calibration,
+    count_passes,
+    measure,
+    token_ids,
+    top1_match,
+)
 from dynatree_lab.pair import Pair
 from dynatree_lab.replay.candidates import record_candidates
 from dynatree_lab.replay.texts import append_text
 from dynatree_lab.request import Request
 
 UNRECORDED = ("methods", "add", "columns", "hf", "baseline", "output", "prices")  # by --record
-TIMED_ROWS = 256  # of the largest single pass that is timed; more if a tree is larger
 LOG_S = 30.0  # seconds between two progress lines where stderr is not a terminal
 
 
@@ -96,7 +101,6 @@ class TableRun:
         jobs.sort(key=lambda job: job.case.is_replayed)  # they need ar's texts, and no clock
         if not self.plan.is_memory_table:  # a memory table runs each text in a new process
             self.warm_up([job.case for job in jobs if not job.case.is_replayed])
-            self.time_passes()
         with progress_bar(jobs) as bar:
             for job in bar:
                 self.add(self.measure_text(job))
@@ -172,19 +176,6 @@ class TableRun:
         ]
         return with_replay(self.pair, texts)
 
-    def time_passes(self) -> None:
-        """Time single passes of target and draft over 1, 2, 4, ... tokens, up to the largest pass
-        of the cases, if the table predicts speeds from them."""
-        if "predicted" in self.results.head["columns"] and not self.results.step_times:
-            times = measure_step_times(
-                self.pair.target,
-                self.pair.draft,
-                self.plan.pass_context,
-                max_rows=largest_pass(self.results.cases),
-                graphs=not self.args.no_graphs,
-            )
-            self.add({"step_times": asdict(times)})
-
     def generate(self, job: Job, n_steps: int | None = None) -> list[Step]:
         """Return the steps of a text, or only the first n_steps.
 
@@ -250,7 +241,7 @@ class TableRun:
             found["draft_fit"] = fit_draft(self.pair.draft, self.prompt_ids(job), token_ids(steps))
         if case.row in METHODS_WITH_P and (is_first or not is_greedy):
             found["root_ranks"] = count_root_ranks(steps)
-        if has_timed_passes(case):
+        if has_priced_passes(case):
             found |= count_passes(steps, config)
         return found
 
@@ -277,18 +268,11 @@ class TableRun:
             self.add({"difference": line})
 
 
-def has_timed_passes(case: Case) -> bool:
-    """Whether TableRun.time_passes has timed the kind of passes that a case has: of target and
-    draft model, without strict mode and window."""
+def has_priced_passes(case: Case) -> bool:
+    """Whether prices describe the passes of a case: those of target and draft model, without strict
+    mode and window."""
     config = case.generation_config()
     return not config.strict and config.window == FULL_ATTENTION and not case.uses_head
-
-
-def largest_pass(cases: Sequence[Case]) -> int:
-    """Return the rows of the largest target pass of these cases, padded as passes on CUDA are, and
-    no less than TIMED_ROWS."""
-    rows = [case.generation_config().method.n_verified for case in cases if not case.is_hf]
-    return round_up_rows(max([TIMED_ROWS, *rows]))
 
 
 def progress_bar(jobs: Sequence[Job]) -> tqdm:
@@ -313,7 +297,6 @@ def run_table(run: TableRun) -> int:
     finally:
         if run.results.texts:
             print_table(run.results, run.results.head["columns"], run.args.format)
-        if run.results.texts or run.results.step_times:
             print_line(f"results in {run.file}{resume_hint(run)}")
     if run.plan.has_invalid_prompts:
         return 2
@@ -352,8 +335,6 @@ def execute(args: argparse.Namespace) -> int:
         require_alone(args, "--show", "--columns", "--format", "--prices")
         results = from_rank_0(load, args.show)
         import_unchanged(results)
-        if not results.texts:
-            raise UsageError(f"{args.show} has no texts yet; use --resume to generate them")
         results.head["options"] |= resolve_prices(args.prices)
         print_table(results, choose_columns(args, results.head["columns"]), args.format)
         return 0

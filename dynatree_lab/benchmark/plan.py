@@ -69,8 +69,6 @@ from dynatree_lab.replay.prices import Prices, fit
 
 Prompts = dict[str, list[list[int]]]  # ids of each prompt, by dataset
 ALL_PAIRS = PAIRS | {name: partial(enlarged_pair, name) for name in SHAPES}
-PAIR_OF_TABLE = {"streamed": "enlarged_streamed"}
-STREAMED_MEMORY = "2GB"  # --target-memory of table streamed
 REPLAY_COLUMNS = ("tokens_per_iter", "rows", "draft_passes")
 # Not in a results file: they do not change what is measured; --pair is recorded as its two models
 UNRECORDED_OPTIONS = ("output", "resume", "show", "tables", "format", "pair", "record")
@@ -86,7 +84,6 @@ class Plan:
     pair: Pair
     eagle_pair: Pair | None  # with the EAGLE head as its draft, if a row uses it
     prompts: Prompts
-    pass_context: int  # cached tokens at which single passes are timed
     is_memory_table: bool  # measures peak memory, each text in a new process
     has_invalid_prompts: bool = False  # which were left out
 
@@ -238,7 +235,6 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     args = resolve_models(args)
     load_before = one_minute_load()
     needs_draft = any(case.is_drafting or case.is_hf for case in cases) or bool(args.candidates)
-    needs_draft |= "predicted" in (args.columns or table.columns)  # from passes of both models
     pair = open_replay(args, all_texts) if texts else open_pair(args, needs_draft, print_line)
     models = pair.report | {"threads": torch.get_num_threads()}
     eagle_pair = None
@@ -269,9 +265,7 @@ def make_plan(args: argparse.Namespace, previous: Results | None = None) -> Plan
     }
     if previous:
         require_same_conditions(previous.head, head)
-    longest = min(max(map(len, all_ids)), parts[0].prompt_tokens[0])
-    pass_context = longest + parts[0].new_tokens[0] // 2
-    given = args, head, pair, eagle_pair, prompts, pass_context, table.is_memory_table
+    given = args, head, pair, eagle_pair, prompts, table.is_memory_table
     return Plan(*given, has_invalid_prompts=has_invalid)
 
 
@@ -330,18 +324,15 @@ def check_options(args: argparse.Namespace, cases: Sequence[Case]) -> None:
 
 
 def resolve_models(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with the target and draft of --pair or of the table, prices as numbers,
-    and absolute paths, so that --resume works in every folder."""
+    """Return the options with the target and draft of --pair, prices as numbers, and absolute
+    paths, so that --resume works in every folder. Those of --pair stay relative, because a results
+    file that names it is published."""
     found = vars(args) | resolve_prices(args.prices)
-    has_own = args.target is None and args.draft is None
-    pair = found["pair"] or (PAIR_OF_TABLE.get(args.table) if has_own else None)
-    if args.table == "streamed" and args.target_memory is None:
-        found["target_memory"] = STREAMED_MEMORY
-    if pair:
-        found["target"], found["draft"] = from_rank_0(ALL_PAIRS[pair])
     for name in PATHS:
         if found[name] and os.path.exists(found[name]):
             found[name] = os.path.abspath(found[name])
+    if args.pair:
+        found["target"], found["draft"] = from_rank_0(ALL_PAIRS[args.pair])
     if args.load:
         found["load"] = digest_files(map(os.path.abspath, args.load))
     return argparse.Namespace(**(found | {"pair": None}))

@@ -1,12 +1,11 @@
-"""The table of README.md: the speedup over ar by the cost of a pass of many rows.
+"""The tables of README.md and docs/results.md: methods where rows cost little and much.
 
-An enlarged target writes the embedded pair's text with the embedded pair's trees. So the rows of
-every pass are known, and the speed over a target that takes seconds per pass is predicted from
-times of single passes. The trees of recycle and graft may differ, because they read the target's
-best tokens, whose order rounding may change.
+A regime is a pair of models on a machine, at a temperature. Its results file has the methods at
+their defaults, then the methods of README's table at settings that were chosen on other prompts.
+The enlarged pairs write the embedded pair's greedy text with the embedded pair's trees. So the
+defaults over a streamed target, whose file has only the chosen settings, are computed from prices.
 
-    # prints the table, then that of the less repetitive half of the prompts
-    python -m dynatree_lab.benchmark.regimes
+    python -m dynatree_lab.benchmark.regimes    # prints the tables
 """
 
 if __name__ == "__main__":
@@ -15,51 +14,133 @@ if __name__ == "__main__":
     run_program("dynatree_lab.benchmark.regimes")
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
 from dynatree_lab.benchmark.results import Results, load
-from dynatree_lab.benchmark.step_times import REPORTED_ROWS
 from dynatree_lab.cli.program import Parser, run_command_line
+from dynatree_lab.replay.prices import Prices, fit, x_ar
 
-TITLES = {  # of the columns, by run
+STREAMED = "streamed"
+TITLES = {  # of the columns, by regime
     "embedded": "embedded pair",
     "enlarged": "enlarged (cost of Pythia-410M and 70M)",
-    "streamed": "streamed (2.8B from disk in 2 GB), computed",
-    "sampled": "temperature 0.7, enlarged",
+    STREAMED: "streamed (2.8B from disk in 2 GB)",
+    "sampled": "enlarged, temperature 0.7",
 }
-GIVEN_RUN = "auto"  # the embedded pair with auto alone, at costs fitted to the streamed passes
-GIVEN = "auto, costs given"  # its row in the streamed column
-MEASURED = ("ar", "auto")  # rows of this column that were measured
+PAPER = "dynatree draft_temperature=1"
+NAMES = {  # of README's rows; a method stands for its last row in a results file
+    "linear": "chain (`linear`)",
+    "fixed": "fixed tree (`fixed`)",
+    PAPER: "`dynatree` as in the paper",
+    "dynatree": "`dynatree`",
+    "dyspec": "`dyspec`",
+    "sequoia": "`sequoia`",
+    "auto": "`auto`, not from a paper",
+}
+COMPARED = (
+    ("dynatree", "linear"),
+    ("dynatree", "fixed"),
+    ("dynatree", PAPER),
+    ("auto", "dynatree"),
+)
 
 
 def load_runs(folder: Path) -> dict[str, Results]:
-    """Return the runs of the table by name. Raises UsageError."""
-    names = (*TITLES, GIVEN_RUN)
-    return {name: load(folder / f"regimes_{name}_cpu.jsonl") for name in names}
+    """Return the run of each regime. Raises UsageError."""
+    return {name: load(folder / f"regimes_{name}_cpu.jsonl") for name in TITLES}
 
 
-def column_frames(runs: dict[str, Results]) -> dict[str, pd.DataFrame]:
-    """Return the texts of each column."""
-    frames = {name: text_frame(runs[name]) for name in TITLES}
-    return frames | {"streamed": streamed_column(runs, frames["streamed"])}
+def chosen_rows(run: Results) -> dict[str, str]:
+    """Return the row of each key of NAMES in a run."""
+    last = {case.method: case.row for case in run.cases}
+    return {name: last.get(name, name) for name in NAMES}
 
 
-def streamed_column(runs: dict[str, Results], streamed: pd.DataFrame) -> pd.DataFrame:
-    """Return the embedded pair's texts, with the speedup predicted from the streamed passes, and
-    the MEASURED rows of the streamed texts."""
-    times = runs["streamed"].step_times
-    computed = text_frame(replace(runs["embedded"], step_times=times))
-    given = text_frame(replace(runs[GIVEN_RUN], step_times=times))
-    given = given[given.row != "ar"].assign(row=GIVEN)
-    computed = pd.concat([computed[~computed.row.isin(MEASURED)], given])
-    # They are texts of other prompts, which no half of the table's prompts has
-    measured = streamed[streamed.row.isin(MEASURED)].assign(prompt=-1)
-    return pd.concat([computed.assign(speedup=computed.predicted), measured])
+def fit_prices(runs: dict[str, Results]) -> dict[str, Prices]:
+    """Return the prices of each regime. Raises ValueError if its texts do not tell them apart."""
+    return {name: fit(run.texts.values()).prices for name, run in runs.items()}
+
+
+def chosen_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return README's table: x ar of its rows by regime, of ar tok/s. First it has what a row and a
+    draft pass cost, and how much the texts repeat. frames: the texts that are shown."""
+    prices = fit_prices(runs).values()
+    ar = [texts[texts.row == "ar"] for texts in frames.values()]
+    cells = {
+        "price of a row, of a draft pass": [f"{p.row:.2g}, {p.draft_pass:.2g}" for p in prices],
+        "repeated 4-grams": [median_cell("repetition", "{:.0%}", texts) for texts in ar],
+        "`ar`, in tok/s": [median_cell("throughput", "{:.3g}", texts) for texts in ar],
+    }
+    rows = [chosen_rows(run) for run in runs.values()]
+    for name, title in NAMES.items():
+        own = [
+            texts[texts.row == row[name]] for texts, row in zip(frames.values(), rows, strict=True)
+        ]
+        cells[title] = [median_cell("speedup", "{:.2f}x", texts) for texts in own]
+    return as_table(cells, TITLES.values())
+
+
+def settings_table(runs: dict[str, Results]) -> pd.DataFrame:
+    """Return the settings of README's rows by regime."""
+    rows = [chosen_rows(run) for run in runs.values()]
+    cells = {title: [row[name].partition(" ")[2] for row in rows] for name, title in NAMES.items()}
+    return as_table(cells, TITLES.values())
+
+
+def paired_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the speed of one of README's rows over that of another, by regime."""
+    rows = {name: chosen_rows(run) for name, run in runs.items()}
+    cells = {
+        f"{NAMES[one]} / {NAMES[other]}": [
+            paired_cell(texts, rows[name][one], rows[name][other]) for name, texts in frames.items()
+        ]
+        for one, other in COMPARED
+    }
+    return as_table(cells, TITLES.values())
+
+
+def paired_cell(texts: pd.DataFrame, row: str, other: str) -> str:
+    """Return the quotient of two rows' speeds on the same prompt in the same round: its median with
+    quartiles, and after how many prompts its median is above 1."""
+    speeds = texts.pivot(index=["prompt", "round"], columns="row", values="throughput")
+    quotients = (speeds[row] / speeds[other]).to_frame("quotient")
+    by_prompt = quotients.groupby("prompt").quotient.median()
+    n_faster = (by_prompt > 1).sum()
+    return f"{median_cell('quotient', '{:.2f}', quotients)}, {n_faster} of {len(by_prompt)}"
+
+
+def default_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return the table of all methods at their defaults: rows, draft passes and tokens per pass of
+    greedy text, then x ar by regime, of ar tok/s. The streamed regime has no auto, whose trees
+    depend on times."""
+    embedded, chosen = frames["embedded"], chosen_rows(runs["embedded"]).values()
+    prices = fit_prices(runs)[STREAMED]
+    computed = [x_ar(prices, runs["embedded"].texts[key]) for key in embedded.key]
+    has_counts = ~embedded.row.isin(["ar", "auto"]) & embedded.target_rows.notna()
+    by_regime = frames | {STREAMED: embedded.assign(speedup=computed).where(has_counts)}
+    cells = {}
+    for row in embedded.row.unique():
+        if row in chosen and row not in (PAPER, "auto"):
+            continue
+        own = {name: texts[texts.row == row] for name, texts in by_regime.items()}
+        metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
+        cells["ar, in tok/s" if row == "ar" else row] = [
+            f"{own['embedded'].rows.median():.1f}",
+            f"{own['embedded'].draft_passes.median():.1f}",
+            median_cell("tokens_per_iter", "{:.2f}", own["embedded"]),
+            *(median_cell(metric, form, texts) for texts in own.values()),
+        ]
+    titles = TITLES | {STREAMED: f"{TITLES[STREAMED]}, computed"}
+    return as_table(cells, ["rows/tree", "passes", "tok/iter", *titles.values()])
+
+
+def as_table(cells: dict[str, list[str]], columns: Sequence[str]) -> pd.DataFrame:
+    table = pd.DataFrame.from_dict(cells, orient="index", columns=list(columns))
+    return table.rename_axis(columns="")
 
 
 def less_repetitive(texts: pd.DataFrame) -> list[int]:
@@ -68,57 +149,34 @@ def less_repetitive(texts: pd.DataFrame) -> list[int]:
     return sorted(by_prompt.nsmallest(len(by_prompt) // 2).index)
 
 
-def table_lines(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> list[str]:
-    """Return the table as lines of markdown."""
-    rows = [row for row in frames["embedded"].row.unique() if row not in MEASURED]
-    costs = [runs[name].step_times.pass_costs() for name in TITLES]
-    costs = [f"{passes}; draft 1/{ratio:.0f}" for passes, ratio in costs]
-    cells = {
-        f"cost of a pass of {REPORTED_ROWS}": ["", "", *costs],
-        "repeated 4-grams": ["", "", *(repetition_cell(name, frames) for name in TITLES)],
-        "ar, in tok/s": row_cells("ar", frames),
-        **{row: row_cells(row, frames) for row in rows},
-        "*not from a paper:*": [""] * (2 + len(TITLES)),
-        **{row: row_cells(row, frames) for row in ("auto", GIVEN)},
+def tables_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each table as lines of markdown, with what it is. Raises UsageError."""
+    runs = load_runs(folder)
+    frames = {name: text_frame(run) for name, run in runs.items()}
+    half = less_repetitive(frames["embedded"])
+    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
+    less[STREAMED] = less[STREAMED][:0]  # its prompts are others
+    tables = {
+        "README's table": chosen_table(runs, frames),
+        "its settings": settings_table(runs),
+        "its rows in pairs": paired_table(runs, frames),
+        f"it after prompts {', '.join(map(str, half))}": chosen_table(runs, less),
+        "defaults": default_table(runs, frames),
     }
-    columns = ["rows per tree", "tok/iter", *TITLES.values()]
-    table = pd.DataFrame.from_dict(cells, orient="index", columns=columns)
-    return markdown_lines(table.rename_axis(columns=""))
-
-
-def repetition_cell(name: str, frames: dict[str, pd.DataFrame]) -> str:
-    """Return the repetition of ar's texts in a column; for streamed the embedded pair's, which are
-    the same."""
-    texts = frames["embedded" if name == "streamed" else name]
-    return median_cell("repetition", "{:.0%}", texts[texts.row == "ar"])
-
-
-def row_cells(row: str, frames: dict[str, pd.DataFrame]) -> list[str]:
-    """Return the cells of a row: those of the trees of greedy text, then x ar in each column, of ar
-    tok/s."""
-    of_row = {name: texts[texts.row == row] for name, texts in frames.items()}
-    greedy = of_row["streamed"] if row == GIVEN else of_row["embedded"]
-    n_rows = f"{greedy.rows.median():.1f}"
-    metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
-    cells = [median_cell(metric, form, of_row[name]) for name in TITLES]
-    return [n_rows, median_cell("tokens_per_iter", "{:.2f}", greedy), *cells]
+    for title, table in tables.items():
+        yield title, "\n".join(markdown_lines(table))
 
 
 def execute(args: argparse.Namespace) -> int:
-    runs = load_runs(Path(args.folder))
-    frames = column_frames(runs)
-    half = less_repetitive(frames["embedded"])
-    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
-    print("\n".join(table_lines(runs, frames)))
-    print(f"\nPrompts {', '.join(map(str, half))}, which repeat less:\n")
-    print("\n".join(table_lines(runs, less)))
+    for title, table in tables_of(Path(args.folder)):
+        print(f"{title}:\n\n{table}\n")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m dynatree_lab.benchmark.regimes",
-        description="Print the table of README.md from the results files regimes_*_cpu.jsonl.",
+        description="Print the tables of README.md and docs/results.md from their results files.",
     )
     where = "folder of the results files (default results)"
     parser.add_argument("folder", nargs="?", default="results", help=where)

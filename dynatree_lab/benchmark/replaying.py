@@ -18,7 +18,6 @@ from dynatree_lab import __version__
 from dynatree_lab.benchmark.cases import Case, Part
 from dynatree_lab.benchmark.machine import path_from_root
 from dynatree_lab.benchmark.results import Line
-from dynatree_lab.benchmark.step_times import count_passes
 from dynatree_lab.cli.options import set_threads
 from dynatree_lab.cli.program import print_line
 from dynatree_lab.engine.checkpoint import find_checkpoint
@@ -26,7 +25,7 @@ from dynatree_lab.errors import UsageError
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.replayed import require_replayable
 from dynatree_lab.generation.step import Step
-from dynatree_lab.metrics import measure
+from dynatree_lab.metrics import count_passes, measure
 from dynatree_lab.pair import TINY, Pair, choose_device, dtype_name, load_pair
 from dynatree_lab.replay.candidates import make_candidates
 from dynatree_lab.replay.draft import RecordedDraft

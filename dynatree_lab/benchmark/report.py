@@ -22,7 +22,6 @@ import pandas as pd
 
 from dynatree_lab.benchmark.cases import PRICES, Case, labels
 from dynatree_lab.benchmark.results import CASE_KEYS, KEYS, Line, Results
-from dynatree_lab.benchmark.step_times import REPORTED_ROWS, StepTimes
 from dynatree_lab.benchmark.tuning import describe_settings, search, sort_by_speed
 from dynatree_lab.cli.compare import is_tie, unknown_distribution
 from dynatree_lab.methods import METHODS, PROJECT_METHODS
@@ -31,7 +30,6 @@ from dynatree_lab.replay.prices import Fit, Prices, fit, x_ar
 NUMBERS = {  # by column: title, metric, format
     "throughput": ("tok/s", "throughput", "{:.1f}"),
     "speedup": ("x {baseline}", "speedup", "{:.2f}x"),
-    "predicted": ("predicted", "predicted", "{:.2f}x"),
     "computed": ("x ar computed", "computed", "{:.2f}x"),
     "end_to_end": ("end-to-end tok/s", "end_to_end", "{:.1f}"),
     "wall": ("wall ms/token", "wall_ms", "{:.2f}"),
@@ -57,7 +55,7 @@ NUMBERS = {  # by column: title, metric, format
 NARROW = ("rows", "draft_passes")  # without quartiles, so that the default columns fit 80 columns
 RATES = ("throughput", "end_to_end")  # higher is faster; of times, lower is
 WITH_SPEEDUP = {"throughput": "tok/s", "end_to_end": "end-to-end", "wall": "wall"}  # titles
-OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb", "predicted_ms"]
+OF_BASELINE = ["throughput", "end_to_end", "wall_ms", "peak_mb"]
 FIELDS = [*KEYS, *(metric for _, metric, _ in NUMBERS.values())]
 METRICS = list(dict.fromkeys(FIELDS[len(KEYS) :]))  # without repeats
 FIELDS += ["target_rows", "draft_rows", "ids_digest", "calibration", "root_ranks", "draft_fit"]
@@ -81,7 +79,6 @@ def text_frame(results: Results) -> pd.DataFrame:
     has_baseline      whether these were measured; False for the baseline itself
     draft_pass_ms     milliseconds of drafting per pass of the draft
     speedup           x ar as measured
-    predicted         x ar as predicted from the times of single passes
     computed          x ar as computed from prices, if there are any
     rows              rows of a target pass: the drafted ones and the root
     is_compared       whether the text must equal that of a reference, which was measured
@@ -96,8 +93,6 @@ def text_frame(results: Results) -> pd.DataFrame:
     texts["label"] = [names[i] for i in places]
     references = [results.cases[i].reference for i in places]
     texts["reference"] = pd.Series(references, dtype=object)  # also if there is none
-    counts = zip(texts.target_rows, texts.draft_rows, strict=True)
-    texts["predicted_ms"] = [predict_ms(results.step_times, *rows) for rows in counts]
     texts["is_replayed"] = [results.cases[i].is_replayed for i in places]
     for name, prices in choose_prices(results).items():
         texts[name] = [x_ar(prices, results.texts[key]) for key in keys]
@@ -134,14 +129,6 @@ def fit_own(results: Results) -> Fit | None:
         return fit(results.texts.values()) if is_fitted else None
 
 
-def predict_ms(times: StepTimes | None, target_rows: object, draft_rows: object) -> float:
-    """Return the predicted milliseconds of a text; nan if its passes were not timed or counted, as
-    in older files."""
-    if times is None or not isinstance(target_rows, dict):
-        return math.nan
-    return times.predict_ms(target_rows, draft_rows)
-
-
 def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
     """Join each text with the baseline's on the same prompt in the same round."""
     of_baseline = texts.loc[texts.row == baseline, [*PROMPT_KEYS, *OF_BASELINE]]
@@ -151,7 +138,6 @@ def with_baseline(texts: pd.DataFrame, baseline: str) -> pd.DataFrame:
     ar = texts.of_baseline_throughput
     is_timed = texts.has_baseline & (texts.throughput > 0) & (ar > 0)
     texts["speedup"] = (texts.throughput / ar).where(is_timed)
-    texts["predicted"] = (texts.of_baseline_predicted_ms / texts.predicted_ms).where(is_timed)
     return texts
 
 
@@ -187,7 +173,7 @@ def values(metric: str, texts: pd.DataFrame) -> pd.Series:
     """Return a metric of every text, or nothing if a text lacks it, for example because
     transformers does not report it. Of speed-ups, return those whose baseline was measured."""
     found = texts[metric].dropna()
-    return found if metric in ("speedup", "predicted") or len(found) == len(texts) else found[:0]
+    return found if metric == "speedup" or len(found) == len(texts) else found[:0]
 
 
 def write(form: str, number: float) -> str:
@@ -416,7 +402,7 @@ def machine_text(machine: Line) -> str:
 
 def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iterator[str]:
     """Yield the notes below a table of these columns: its title, the source of published figures
-    and of prices, texts that are not exact, and the bandwidth floor."""
+    and of prices, and texts that are not exact."""
     if results.head["title"]:
         yield f"{results.head['title']}."
     if any(case.published for case in results.cases):
@@ -445,8 +431,6 @@ def notes(results: Results, texts: pd.DataFrame, columns: Sequence[str]) -> Iter
         yield describe_computed(results)
     if own := fit_own(results):
         yield f"Prices fitted to these texts: {own.describe_errors()}."
-    if results.step_times:
-        yield from time_notes(results, results.step_times, texts)
 
 
 def replay_notes(texts: pd.DataFrame) -> Iterator[str]:
@@ -474,24 +458,6 @@ def describe_options(results: Results, texts: pd.DataFrame) -> Iterator[str]:
     if own := fit_own(results):
         yield f"Prices of this machine and pair:\n\n    --prices {own.prices}"
         yield f"Costs of auto and of cost gates that follow:\n\n    --set costs={own.prices.costs}"
-
-
-def time_notes(results: Results, times: StepTimes, texts: pd.DataFrame) -> Iterator[str]:
-    """Yield the notes on the times of single passes and on what is predicted from them."""
-    costs, ratio = times.pass_costs()
-    yield f"Target passes of {REPORTED_ROWS} cost {costs} passes of one row."
-    yield f"T_t / T_d, a one-row pass of the target over one of the draft, is {ratio:,.0f}."
-    yield from map(times.describe_floor, ("target", "draft"))
-    if not times.how:
-        return
-    yield f"Single passes of the target: {times.how}."
-    fitted = ":".join(f"{cost:.2g}" for cost in times.fit_costs())
-    yield f"Costs fitted to these passes: auto costs={fitted}."
-    if times.read_gb_s:
-        medians = texts.groupby("label", sort=False)[["speedup", "predicted"]].median()
-        far = (medians.speedup / medians.predicted - 1).loc[lambda off: off.abs() > 0.1]
-        found = ", ".join(f"{label} {off:+.0%}" for label, off in far.items())
-        yield f"Measured x ar differs from predicted by more than 10 %: {found or 'no row'}."
 
 
 def skips_acceptance(case: Case) -> bool:

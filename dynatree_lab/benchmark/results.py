@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynatree_lab.benchmark.cases import SYMBOLS, Case
-from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.engine.ranks import rank
 from dynatree_lab.errors import UsageError, writing
 
-FORMAT = 5  # version of the file format; files of other versions are refused
+FORMAT = 6  # version of the file format; files of other versions are refused
 CASE_KEYS = ("row", "dataset", *SYMBOLS)  # identify the case of a text
 KEYS = (*CASE_KEYS, "prompt", "round")  # identify a text
 
@@ -34,7 +33,6 @@ class Results:
     head: Line  # the first line: table, title, columns, options, machine, prompts and cases
     texts: dict[Key, Line] = field(default_factory=dict)
     differences: dict[Key, Line] = field(default_factory=dict)  # with `at` and `gap`
-    step_times: StepTimes | None = None
     ids: dict[str, list[int]] = field(default_factory=dict)  # of greedy texts, by digest
 
     def __post_init__(self) -> None:
@@ -54,9 +52,7 @@ class Results:
 
     def add(self, line: Line) -> None:
         """Add the content of a line after the head."""
-        if "step_times" in line:
-            self.step_times = StepTimes(**line["step_times"])
-        elif "difference" in line:
+        if "difference" in line:
             self.differences[key_of(line["difference"])] = line["difference"]
         else:
             self.texts[key_of(line)] = line

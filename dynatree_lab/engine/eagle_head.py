@@ -32,7 +32,7 @@ from dynatree_lab.engine.inputs import PassInputs
 from dynatree_lab.engine.memory import memory_for
 from dynatree_lab.engine.model import FastGPTNeoX
 from dynatree_lab.methods.eagle import EagleHead, with_states
-from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config, GPTNeoX
+from gpt_neox import EMBEDDING, OUTPUT_HEAD, Config
 
 NORM = ("gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias")
 LAYER = "gpt_neox.layers.0."
@@ -49,14 +49,6 @@ class FastHead(EagleHead, FastGPTNeoX):
 
     def before_pass(self, cache: FastCache, inputs: PassInputs) -> None:
         self.take_states(cache, len(inputs.tokens))
-
-
-def fc_bytes(model: GPTNeoX) -> int:
-    """Return the bytes of a head's fc; 0 for a model that is no head."""
-    if not isinstance(model, EagleHead):
-        return 0
-    fc = model.gpt_neox.fc
-    return fc.weight.nbytes + fc.bias.nbytes
 
 
 def load_head(

@@ -192,12 +192,6 @@ class StreamedLayers(nn.Module):
                     self.start(following, 1 - self.loads[i].buffer)
             yield layer
 
-    def read_all(self) -> None:
-        """Read all streamed layers without computing, which is the floor of a pass."""
-        with self.lock:
-            for _ in self:
-                pass
-
 
 class FileLayers(StreamedLayers):
     """Layers whose files a thread reads, one layer ahead of the pass."""

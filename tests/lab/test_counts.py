@@ -2,24 +2,32 @@
 
 import math
 import random
+from collections import Counter
 from dataclasses import asdict, replace
 
 import pytest
+from fast import generate, random_model
+from torch import Tensor
 from trees import make_tree
 
 from draft_tree import DynaTree, Settings
+from dynatree_lab.engine.cache import FastCache
+from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
 from dynatree_lab.methods.deagle import Deagle
+from dynatree_lab.methods.dyspec import DySpec
 from dynatree_lab.methods.rules import MixedTree
 from dynatree_lab.methods.static import Chain, Fixed, PaddedAutoregressive
 from dynatree_lab.metrics import (
     code_acceptance,
     count_calibration,
+    count_passes,
     measure,
     repetition,
     top1_match,
 )
 
+TARGET, DRAFT = random_model(0), random_model(1)
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -159,3 +167,41 @@ def test_matches_are_counted_by_the_probability_after_the_parent(
     assert {i: n for i, n in enumerate(found["drafted"]) if n} == drafted
     assert {i: n for i, n in enumerate(found["top1_match"]) if n} == matching
     assert len(found["drafted"]) == len(found["top1_match"]) == 20
+
+
+@pytest.mark.parametrize(
+    ("settings", "commit"),
+    [
+        (PaddedAutoregressive(), "keep"),
+        (Chain(K=3), "rebuild"),
+        (DynaTree(tau=0.01), "keep"),
+        (DySpec(N=16), "rebuild"),
+    ],
+)
+def test_counted_passes_are_those_that_ran(
+    settings: Settings, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the counted rows with those of the passes after prefill. Rows of the draft that are
+    cut from the tree after their pass count as well."""
+    ran = {id(TARGET.gpt_neox): [], id(DRAFT.gpt_neox): []}
+    real = FastCache.look_up
+
+    def spy(self: FastCache, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        ran[id(self.transformer)].append(len(tokens))
+        return real(self, tokens, positions)
+
+    monkeypatch.setattr(FastCache, "look_up", spy)
+    steps = list(generate(TARGET, DRAFT, PROMPT, settings, 30, commit=commit))
+    found = count_passes(steps, GenerationConfig(settings, commit=commit))
+    verified, drafted = ran.values()
+    counts = [Counter(map(str, rows)) for rows in (verified[1:], drafted)]  # the first is prefill
+    assert list(found.values()) == counts
+    n_kept = sum(slot >= 0 for step in steps[1:] for slot in step.tree.draft_slots[1:])
+    n_run = sum(sum(step.draft_rows[1:]) for step in steps[1:])
+    assert (n_run > n_kept) == isinstance(settings, DySpec)
+
+
+def test_counted_passes_have_the_minimum_rows_of_the_method() -> None:
+    steps = list(generate(TARGET, None, PROMPT, PaddedAutoregressive(), 3))
+    config = GenerationConfig(PaddedAutoregressive(rows=5))
+    assert count_passes(steps, config) == {"target_rows": {"5": 2}, "draft_rows": {}}

@@ -1,13 +1,12 @@
 """Tests of the benchmark: a table end to end, fairness, exactness, resuming, and error messages."""
 
-import functools
 import io
 import json
 import math
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,6 @@ from dynatree_lab.benchmark.measure import Job, TableRun, main
 from dynatree_lab.benchmark.plan import Plan, build_parser, make_plan
 from dynatree_lab.benchmark.report import is_exact, text_frame, text_report
 from dynatree_lab.benchmark.results import Line, Results, key_of, load
-from dynatree_lab.benchmark.step_times import measure_step_times
 from dynatree_lab.engine.memory import OutOfMemory
 from dynatree_lab.generation.config import GenerationConfig
 from dynatree_lab.generation.step import Step
@@ -36,17 +34,7 @@ DRAFT, HEAD = str(TINY / "draft"), str(TINY / "eagle")
 QUICK = ["--n-prompts", "2", "--prompt-tokens", "12", "--max-new-tokens", "6", "--threads", "1"]
 QUICK += ["--target", DRAFT, "--draft", DRAFT]  # the smaller model for both; any text will do
 BRIEF = [*QUICK, "--methods", "ar,linear", "--device", "cpu"]
-# Three of these have a prediction: passes are timed without strict and window
 ROWS = ["ar", "dynatree", "linear rebuild", "recycle", "linear strict", "linear window=64 sinks=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_round() -> Iterator[None]:
-    """Time single passes only once, to save time."""
-    with pytest.MonkeyPatch.context() as patch:
-        quick = functools.partial(measure_step_times, n_rounds=1)
-        patch.setattr(bench, "measure_step_times", quick)
-        yield
 
 
 def run_bench(file: Path, words: Sequence[str], *later: str) -> tuple[Results, str]:
@@ -61,13 +49,14 @@ def run_bench(file: Path, words: Sequence[str], *later: str) -> tuple[Results, s
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str, Path]:
     """Return the results of two rounds of ROWS, what it printed, and the file."""
     file = tmp_path_factory.mktemp("measured") / "r.jsonl"
-    options = ["--methods", ",".join(ROWS), "--columns", "predicted, exact", "--repeats", "2"]
+    options = ["--methods", ",".join(ROWS), "--columns", "computed, exact", "--repeats", "2"]
+    options += ["--prices", "0.9:0.1:0.3"]
     return *run_bench(file, BRIEF, *options), file
 
 
 def test_a_table_has_every_text(measured: tuple[Results, str, Path], capsys: Captured) -> None:
     """Check that each text is there, and equal to its own ar's, and that --show prints the table
-    again."""
+    again. Prices do not describe strict passes and windows."""
     results, printed, file = measured
     assert len(results.texts) == len(results.cases) * 2 * 2 and not results.n_missing
     assert not results.differences and all(len(line) <= 80 for line in printed.splitlines())
@@ -75,11 +64,11 @@ def test_a_table_has_every_text(measured: tuple[Results, str, Path], capsys: Cap
     for text in results.texts.values():
         assert len(results.ids[text["ids_digest"]]) == 6 and text["setup_s"] > 0
         assert all(math.isfinite(value) for value in text.values() if isinstance(value, float))
-    cells = {row[0]: row[1:] for row in rows_of(results, "predicted", "exact")[1:]}
+    cells = {row[0]: row[1:] for row in rows_of(results, "computed", "exact")[1:]}
     assert list(cells) == [case.row for case in results.cases]
     assert all(label in printed for label in cells)
     assert [cells[row][1] for row in ROWS] == ["", *["4/4"] * 5]
-    assert [row for row in cells if cells[row][0]] == ["dynatree", "linear rebuild", "recycle"]
+    assert [row for row in cells if cells[row][0]] == ROWS[:4]
     assert "A strict row is compared" in printed and "A row with a window is compared" in printed
     assert main(["--show", str(file)]) == 0 and capsys.readouterr().out == printed
 
@@ -96,8 +85,8 @@ def test_cases_take_turns(measured: tuple[Results, str, Path]) -> None:
 
 
 def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
-    """Check that the rows of one table use their own drafts, and that a head as --draft is timed
-    and named. A row with the word head has no prediction."""
+    """Check that the rows of one table use their own drafts, and that a head as --draft is
+    named. Prices do not describe the passes of a row with the word head."""
     options = ["--target", str(TINY / "target"), "--methods", "linear,linear head"]
     plan = make_plan(build_parser().parse_args(override(BRIEF, *options)))
     table = TableRun(plan, Results(plan.head), tmp_path / "a.jsonl")
@@ -106,21 +95,19 @@ def test_rows_over_a_head_and_over_the_draft_model(tmp_path: Path) -> None:
     texts = [table.generate(Job(case, 0, 0)) for case in table.results.cases[1:]]
     of_draft, of_head = ([step.tree.tokens for step in text] for text in texts)
     assert of_draft[1][0] == of_head[1][0] and of_draft[1] != of_head[1]
-    assert [bench.has_timed_passes(case) for case in table.results.cases] == [True, True, False]
+    assert [bench.has_priced_passes(case) for case in table.results.cases] == [True, True, False]
     assert text_report(table.results, [], 999).count("models/tiny/draft and models/tiny/eagle") == 1
     options = ["--target", str(TINY / "target"), "--draft", HEAD, "--n-prompts", "1"]
     options += ["--table", "deagle-2", "--temperature", "0", "--dataset", "builtin"]
-    results, printed = run_bench(tmp_path / "b.jsonl", BRIEF, *options, "--columns", "predicted")
+    _, printed = run_bench(tmp_path / "b.jsonl", BRIEF, *options)
     assert "here: models/tiny/eagle, WikiText-2" in " ".join(printed.split())
-    times = results.step_times
-    assert times.rows == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256] and min(times.draft_ms) > 0
 
 
 def test_a_draft_is_loaded_and_a_control_added_where_needed() -> None:
-    """Check that times of single passes need a draft, and that a table in half precision has a row
-    that shows what rounding changes."""
-    for column, has_draft in (("speedup", False), ("predicted", True)):
-        words = override(BRIEF, "--methods", "ar", "--columns", column)
+    """Check that a row that drafts needs a draft, and that a table in half precision has a row that
+    shows what rounding changes."""
+    for row, has_draft in (("ar", False), ("ar,linear", True)):
+        words = override(BRIEF, "--methods", row)
         assert (make_plan(build_parser().parse_args(words)).pair.draft is not None) == has_draft
     for dtype, has_control in (("float32", False), ("bfloat16", True)):
         words = [*QUICK, "--table", "ablation", "--dtype", dtype]
@@ -133,15 +120,6 @@ def test_peak_memory_is_that_of_a_process_per_text(tmp_path: Path) -> None:
     results, _ = run_bench(tmp_path / "r.jsonl", QUICK, *words)
     (text,) = results.texts.values()
     assert text["peak_mb"] > 50 and "setup_s" not in text and len(text["ids"]) == 6
-
-
-def test_passes_are_timed_up_to_the_largest_one() -> None:
-    def largest(*rows: str) -> int:
-        return bench.largest_pass([Case(row, "builtin", 150, 128, 0.0) for row in rows])
-
-    assert largest("ar", "dynatree", "hf-ar") == 256
-    assert largest("ar", "dyspec N=300", "fixed N_max=129") == 384
-    assert largest("ar rows=513") == 768
 
 
 def test_every_sampled_text_has_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -213,18 +191,6 @@ def test_an_interrupted_table_keeps_its_results(
     assert main([f"--resume={file}"]) == 0 and load(file) == resumed, "a text was measured again"
 
 
-def test_a_table_of_times_without_a_text_is_not_shown(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    end_at(1, KeyboardInterrupt(), monkeypatch)
-    file = tmp_path / "r.jsonl"
-    assert main([*BRIEF, "--columns", "predicted", "--output", str(file)]) == 130
-    captured = capsys.readouterr()
-    assert captured.out == "" and "texts are missing; resume with: " in captured.err
-    line = error_line(capsys, main, ["--show", str(file)])
-    assert "r.jsonl has no texts yet; use --resume to generate them" in line
-
-
 def test_a_table_without_a_text_leaves_no_file(
     capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -257,9 +223,8 @@ def test_a_text_that_differs_from_its_reference(
     """Check that a difference is recorded once, with its gap, and ends in status 1. test_results.py
     has the differences that are none: ties, and those of rounding in half precision."""
     results = measured[0]
-    lines = [{"step_times": asdict(results.step_times)}]
-    lines += [line | {"ids": results.ids[line["ids_digest"]]} for line in results.texts.values()]
-    (text,) = [line for line in lines[1:] if key_of(line)[::5] == ("dynatree", 1) and line["round"]]
+    lines = [line | {"ids": results.ids[line["ids_digest"]]} for line in results.texts.values()]
+    (text,) = [line for line in lines if key_of(line)[::5] == ("dynatree", 1) and line["round"]]
     text["ids"] = [*text["ids"][:2], text["ids"][2] + 1, *text["ids"][3:]]
     text["ids_digest"] = "another"
     file = write_results(tmp_path / "r.jsonl", lines, results.head)
@@ -336,7 +301,7 @@ def test_setup_time_counts_only_the_models_that_a_method_loads(
     pair = Pair(random_model(0), random_model(1), None, Path(), None, load_s)
     cases = [Case(row, "builtin", 2, 4, 0.0) for row in ("ar", "linear", "hf-ar")]
     head, args = make_head(cases, 1), build_parser().parse_args([])
-    plan = Plan(args, head, pair, None, {"builtin": [[3, 1]]}, 2, False)
+    plan = Plan(args, head, pair, None, {"builtin": [[3, 1]]}, False)
     table = TableRun(plan, Results(head), tmp_path / "r.jsonl")
     table.warm_up(cases)
     ar, linear, hf = table.setup_s.values()
@@ -376,4 +341,4 @@ def test_notes_before_a_table(capsys: Captured) -> None:
 def test_tables_and_columns_are_listed(capsys: Captured) -> None:
     assert main(["--tables"]) == 0
     listed = capsys.readouterr().out
-    assert all(f"\n  {name} " in listed for name in ("ablation", "v2-1", "dyspec-5", "predicted"))
+    assert all(f"\n  {name} " in listed for name in ("ablation", "v2-1", "dyspec-5", "computed"))

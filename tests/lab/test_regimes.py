@@ -1,92 +1,100 @@
-"""Tests of README.md's table, on made-up results files."""
+"""Tests of the tables of README.md and docs/results.md, on made-up results files."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from small import ROOT, Captured
 from test_results import AR, make_head, make_text, write_results
 
-from dynatree_lab.benchmark.regimes import (
-    GIVEN_RUN,
-    TITLES,
-    column_frames,
-    less_repetitive,
-    load_runs,
-    main,
-    table_lines,
-)
+from dynatree_lab.benchmark.regimes import PAPER, STREAMED, TITLES, main, tables_of
 from dynatree_lab.benchmark.results import Line
-from dynatree_lab.benchmark.step_times import StepTimes
 
-ROWS = (
-    "ar", "linear", "dynatree", "dynatree calibrate=on", "sequoia", "dyspec N=16 calibrate=on",
-    "dyspec N=64 calibrate=on", "deagle", "lookup", "auto",
-)  # fmt: skip
-GIVEN = "auto costs=0.1:0.1:0.1:0.1"
-TIMES = StepTimes(9, [1, 16, 64], [2.0, 4.0, 20.0], [0.2] * 3, 9, 9, 1.0)
-STREAMED = replace(TIMES, target_ms=[1000.0, 1000.0, 2000.0], draft_ms=[2.0] * 3)
+CHOSEN = ("linear K=2", "fixed D=3", "dynatree tau=0.1", "dyspec N=4", "sequoia N=4")
+OF_README = ("ar", PAPER, "auto", *CHOSEN)
+ROWS = ("ar", "linear", PAPER, "dynatree", "deagle", "auto", *CHOSEN)
+N_PASSES = {"ar": 63, "linear K=2": 30, "dynatree tau=0.1": 18, "deagle": 9}  # others have 21
+CHEAP, DEAR = (0.99, 0.01, 0.001), (0.9, 0.1, 0.3)  # of an iteration, a row, a draft pass
 
 
-def make_lines(rows: tuple[str, ...], times: StepTimes) -> list[Line]:
-    """Return the lines of four prompts. Row i takes 120 / (i + 1) passes of 16 rows and as many of
-    the draft. It is measured at 1 + i / 10 times ar's speed. Prompts 1 and 2 repeat less."""
-    lines = [{"step_times": asdict(times)}]
-    for i, row in enumerate(rows):
-        for prompt in range(4):
-            text = make_text(replace(AR, row=row), prompt, 100.0 + 10 * i)
-            n_rows, n = ("16", 120 // (i + 1)) if i else ("1", 120)
-            text |= {"target_rows": {n_rows: n}, "draft_rows": {"1": n} if i else {}}
-            text |= {"repetition": [0.5, 0.2, 0.3, 0.6][prompt], "drafted_per_iter": 15.0}
-            lines.append(text)
-    return lines
+def make_line(row: str, prompt: int, prices: tuple[float, ...]) -> Line:
+    """Return a text of 64 tokens of passes of 4 rows, with 2 draft passes each. It takes the time
+    of these prices, in passes of 10 ms. A fixed tree takes twice that after prompt 0, but its
+    passes are not counted there, so the prices do not follow it."""
+    n = N_PASSES.get(row, 21)
+    n_rows, n_drafting = ("1", 0) if row == "ar" else ("4", 2)
+    counts = n, n * int(n_rows), n * n_drafting
+    ms = 10 * sum(count * price for count, price in zip(counts, prices, strict=True))
+    text = make_text(replace(AR, row=row), prompt, 63 / ms * 1e3)
+    text |= {"target_rows": {n_rows: n}, "draft_rows": {"1": counts[2]} if n_drafting else {}}
+    text |= {"iterations": n, "draft_ms": 10 * prices[2] * n_drafting, "drafted_per_iter": 3.0}
+    text |= {"draft_passes": float(n_drafting), "repetition": [0.5, 0.2, 0.3, 0.6][prompt]}
+    if row == "fixed D=3" and prompt == 0:
+        text |= {"throughput": text["throughput"] / 2, "target_rows": None}
+    return text
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in (*TITLES, GIVEN_RUN):
-        rows = {"auto": ("ar", GIVEN), "streamed": ("ar", "auto")}.get(name, ROWS)
-        times = STREAMED if name == "streamed" else TIMES
+    for name in TITLES:
+        rows, prices = (OF_README, CHEAP) if name == STREAMED else (ROWS, DEAR)
         head = make_head([replace(AR, row=row) for row in rows], 4)
-        write_results(tmp_path / f"regimes_{name}_cpu.jsonl", make_lines(rows, times), head)
+        lines = [make_line(row, prompt, prices) for row in rows for prompt in range(4)]
+        write_results(tmp_path / f"regimes_{name}_cpu.jsonl", lines, head)
     return tmp_path
 
 
-def test_the_table(folder: Path, capsys: Captured) -> None:
-    """Check measured and computed cells, and that the second table has the prompts that repeat
-    less, without the measured row of a streamed target, whose prompts are others."""
+def test_the_tables(folder: Path, capsys: Captured) -> None:
+    """Check measured and computed cells. The prompts that repeat less have no streamed texts."""
+    tables = dict(tables_of(folder))
+    whole, settings, pairs, half, defaults = (
+        {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines}
+        for lines in (table.splitlines() for table in tables.values())
+    )
+    assert whole["price of a row, of a draft pass"][1:3] == ["0.1, 0.3", "0.01, 0.001"]
+    assert whole["repeated 4-grams"][0] == "40% (28%-52%)"
+    assert whole["`ar`, in tok/s"] == ["100"] * 4
+    # 63 passes of one row / (18 of 4 rows and 36 of the draft)
+    assert whole["`dynatree`"] == ["1.84x", "1.84x", "3.39x", "1.84x"]
+    assert whole["`dynatree` as in the paper"][0] == "1.58x"
+    assert settings["`dynatree`"] == ["tau=0.1"] * 4
+    assert settings["`dynatree` as in the paper"][0] == "draft_temperature=1"
+    assert pairs["`dynatree` / chain (`linear`)"][0] == "1.67, 4 of 4"
+    assert pairs["`dynatree` / fixed tree (`fixed`)"][0] == "1.17 (1.17-1.46), 4 of 4"
+    assert pairs["`auto`, not from a paper / `dynatree`"][0] == "0.86, 0 of 4"
+    (title,) = [title for title in tables if title.startswith("it after prompts ")]
+    assert title.endswith("1, 2") and half["repeated 4-grams"][0] == "25% (22%-28%)"
+    assert half["`dynatree`"][1:3] == ["1.84x", ""]
+    assert list(defaults) == [
+        "",
+        "---",
+        "ar, in tok/s",
+        "linear",
+        PAPER,
+        "dynatree",
+        "deagle",
+        "auto",
+    ]
+    assert defaults["deagle"] == ["4.0", "2.0", "0.50", "3.68x", "3.68x", "6.78x", "3.68x"]
+    assert defaults["auto"][-2:] == ["", "1.58x"]
     assert main([str(folder)]) == 0
-    whole, which, half = capsys.readouterr().out.strip().split("\n\n")
-    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in whole.splitlines()}
-    costs = cells["cost of a pass of 1, 4, 16, 64 rows"]
-    assert costs[2] == costs[3] == "1.0, 1.2, 2.0, 10.0; draft 1/10"
-    assert costs[4] == "1.0, 1.0, 1.0, 2.0; draft 1/500"
-    assert cells["repeated 4-grams"][2] == "40% (28%-52%)"
-    assert cells["ar, in tok/s"] == ["16.0", "0.50", "100", "100", "100", "100 |"]
-    # 120 passes of one row / (40 of 16 rows and 40 of the draft)
-    assert cells["dynatree"] == ["16.0", "0.50", "1.20x", "1.20x", "2.99x", "1.20x |"]
-    assert cells["auto"][2:5] == ["1.90x", "1.90x", "1.10x"]
-    assert cells["auto, costs given"][2:] == ["", "", "2.00x", " |"]
-    assert list(cells)[-3:] == ["*not from a paper:*", "auto", "auto, costs given"]
-    assert which == "Prompts 1, 2, which repeat less:" and "25% (22%-28%)" in half
-    assert "| auto | 16.0 | 0.50 | 1.90x | 1.90x |  | 1.90x |" in half
+    assert capsys.readouterr().out == "".join(f"{t}:\n\n{table}\n\n" for t, table in tables.items())
 
 
-def test_committed_results_name_no_folder_of_their_prompts() -> None:
-    """Check that a file has the name and the sha256 instead."""
+def test_committed_results_name_no_folder() -> None:
+    """Check that a file has the name and the sha256 of its prompts, and that its models are those
+    of a clone."""
     for file in (ROOT / "results").glob("*.jsonl"):
         with file.open(encoding="utf-8") as lines:
             head = json.loads(next(lines))["head"]
-        assert head["options"]["prompts"] == head["prompts"] and len(head["prompts_sha256"]) == 64
+        options = head["options"]
+        assert options["prompts"] == head["prompts"] and len(head["prompts_sha256"]) == 64
+        models = [options[role] for role in ("target", "draft", "head") if role in options]
+        assert all(folder.startswith("models/") for folder in models), file
 
 
 def test_the_documents_show_the_committed_results() -> None:
-    """Compare README's table, and that of docs/results.md over the prompts that repeat less."""
-    runs = load_runs(ROOT / "results")
-    frames = column_frames(runs)
-    half = less_repetitive(frames["embedded"])
-    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
-    for file, found in (("README.md", frames), ("docs/results.md", less)):
-        table = "\n".join(table_lines(runs, found))
-        assert f"\n\n{table}\n\n" in (ROOT / file).read_text(encoding="utf-8")
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/results.md")]
+    for i, (title, table) in enumerate(tables_of(ROOT / "results")):
+        assert f"\n\n{table}\n\n" in pages[min(i, 1)], title

@@ -29,10 +29,8 @@ from dynatree_lab.benchmark.results import (
     Results,
     append,
     drop_partial_line,
-    key_of,
     load,
 )
-from dynatree_lab.benchmark.step_times import StepTimes
 from dynatree_lab.errors import UsageError
 from dynatree_lab.metrics import Metrics
 
@@ -172,32 +170,6 @@ def test_speedups_are_over_the_baseline_that_is_asked_for(lines: list[Line]) -> 
         ["hf-assisted", "0.58x ± 0.31x", "0.39x", "3/3"],
     ]
     assert [note[:30] for note in notes_of(found)] == ["fixed differs from ar on 1 of "]
-
-
-def test_speeds_are_predicted_from_the_rows_of_passes(lines: list[Line]) -> None:
-    """Check also the note on rows that were measured to be far from them. Texts of older files have
-    no rows."""
-    times = StepTimes(9, [1, 4, 8], [2.0, 3.0, 9.0], [1.0] * 3, 9, 9, 1.0, 5.0, how="in turns")
-    older = make_results([dict(line) for line in lines])
-    older.step_times = times
-    assert [row[1] for row in rows_of(older, "predicted")[1:]] == ["", "", ""]
-    for ar, fixed in zip(lines[::3], lines[1::3], strict=True):
-        ar |= {"target_rows": {"1": 10}, "draft_rows": {}}
-        fixed |= {"target_rows": {"4": 3, "8": 1}, "draft_rows": {"1": 2}}
-    found = make_results(lines)
-    assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "", ""]
-    found.step_times = times
-    assert [row[1] for row in rows_of(found, "predicted")[1:]] == ["", "1.00x", ""]
-    printed = " ".join(notes_of(found))
-    assert "passes of 1, 4, 16, 64 rows cost 1.0, 1.5, 4.5, 4.5 passes of one row." in printed
-    assert "T_t / T_d, a one-row pass of the target over one of the draft, is 2." in printed
-    assert "auto costs=0.0001:0.45:0.0001:0.5" in printed
-    assert printed.endswith("differs from predicted by more than 10 %: no row.")
-    del found.texts[key_of(lines[0])]  # ar's, as in an unfinished table
-    assert rows_of(found, "predicted")[2][1] == "1.00x"
-    found.add(lines[0])
-    lines[1]["throughput"], lines[4]["throughput"] = 120.0, 96.0  # all but one are 1.2 times ar's
-    assert notes_of(found)[-1].endswith("more than 10 %: fixed +20%.")
 
 
 def test_speeds_are_computed_from_prices(lines: list[Line]) -> None:

@@ -195,18 +195,13 @@ def test_published_figures_are_shown_only_for_their_own_prompts_and_sizes(
 
 
 def test_a_pair_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check also the tables that have a pair of their own."""
-
     def resolve(words: str) -> tuple[str, str]:
         args = resolve_models(build_parser().parse_args(words.split()))
         return args.target, args.draft
 
     assert resolve("--pair pythia") == PYTHIA
-    assert resolve("--table streamed --target a --draft b") == ("a", "b")
     monkeypatch.setitem(ALL_PAIRS, "enlarged", lambda: ["large", "small"])
-    monkeypatch.setitem(ALL_PAIRS, "enlarged_streamed", ALL_PAIRS["enlarged"])
-    for words in ("--pair enlarged", "--table streamed"):
-        assert resolve(words) == ("large", "small")
+    assert resolve("--pair enlarged") == ("large", "small")
 
 
 def test_references_and_the_baseline() -> None:
