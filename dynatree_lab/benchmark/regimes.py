@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
-from dynatree_lab.benchmark.results import Results, load
+from dynatree_lab.benchmark.results import Line, Results, load
 from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.replay.prices import Prices, fit, x_ar
 
@@ -32,6 +32,7 @@ TITLES = {  # of the columns, by regime
     "sampled": "enlarged, temperature 0.7",
 }
 PAPER = "dynatree draft_temperature=1"
+AS_DEFAULT = ("ar", "auto", PAPER)  # rows of README's table that are defaults too
 NAMES = {  # of README's rows; a method stands for its last row in a results file
     "linear": "chain (`linear`)",
     "fixed": "fixed tree (`fixed`)",
@@ -115,27 +116,39 @@ def paired_cell(texts: pd.DataFrame, row: str, other: str) -> str:
 
 def default_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the table of all methods at their defaults: rows, draft passes and tokens per pass of
-    greedy text, then x ar by regime, of ar tok/s. The streamed regime has no auto, whose trees
-    depend on times."""
-    embedded, chosen = frames["embedded"], chosen_rows(runs["embedded"]).values()
-    prices = fit_prices(runs)[STREAMED]
-    computed = [x_ar(prices, runs["embedded"].texts[key]) for key in embedded.key]
-    has_counts = ~embedded.row.isin(["ar", "auto"]) & embedded.target_rows.notna()
-    by_regime = frames | {STREAMED: embedded.assign(speedup=computed).where(has_counts)}
+    the embedded pair's greedy text, then x ar by regime, of ar tok/s. A star marks cells that are
+    computed from this text, because they were not measured."""
+    embedded, prices = frames["embedded"], fit_prices(runs)
+    chosen = {row for name, row in chosen_rows(runs["embedded"]).items() if row not in AS_DEFAULT}
     cells = {}
     for row in embedded.row.unique():
-        if row in chosen and row not in (PAPER, "auto"):
+        if row in chosen:
             continue
-        own = {name: texts[texts.row == row] for name, texts in by_regime.items()}
-        metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
+        own = embedded[embedded.row == row]
+        texts = [runs["embedded"].texts[key] for key in own.key]
         cells["ar, in tok/s" if row == "ar" else row] = [
-            f"{own['embedded'].rows.median():.1f}",
-            f"{own['embedded'].draft_passes.median():.1f}",
-            median_cell("tokens_per_iter", "{:.2f}", own["embedded"]),
-            *(median_cell(metric, form, texts) for texts in own.values()),
+            f"{own.rows.median():.1f}",
+            f"{own.draft_passes.median():.1f}",
+            median_cell("tokens_per_iter", "{:.2f}", own),
+            *(default_cell(row, name, frames[name], texts, prices[name]) for name in TITLES),
         ]
-    titles = TITLES | {STREAMED: f"{TITLES[STREAMED]}, computed"}
-    return as_table(cells, ["rows/tree", "passes", "tok/iter", *titles.values()])
+    return as_table(cells, ["rows/tree", "passes", "tok/iter", *TITLES.values()])
+
+
+def default_cell(
+    row: str, regime: str, frame: pd.DataFrame, texts: Sequence[Line], prices: Prices
+) -> str:
+    """Return the measured or computed cell of a row. texts: of the embedded pair. Over a streamed
+    target the same texts are computed for all rows, because those that were measured are others."""
+    measured = frame[frame.row == row]
+    if regime != STREAMED or row in AS_DEFAULT[:2]:
+        metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
+        if len(measured):
+            return median_cell(metric, form, measured)
+    if regime == "sampled" or row in AS_DEFAULT[:2]:  # other texts, or trees that depend on time
+        return ""
+    computed = pd.DataFrame({"speedup": [x_ar(prices, text) for text in texts]}).dropna()
+    return f"{median_cell('speedup', '{:.2f}x', computed)}*" if len(computed) else ""
 
 
 def as_table(cells: dict[str, list[str]], columns: Sequence[str]) -> pd.DataFrame:

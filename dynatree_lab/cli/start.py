@@ -49,7 +49,9 @@ def run_program(module: str) -> NoReturn:
     except KeyboardInterrupt:  # at most the imports; run_command_line handles it from then on
         sys.exit(130)
     except ImportError as error:
-        hint = f"pip install -e {PROJECT.parent} installs all"
+        hint = "pip install tqdm pandas installs both"
+        if PROJECT.exists():
+            hint = f"pip install -e '{PROJECT.parent}[lab]' installs all"
         if error.name not in required_packages() and not (hint := describe_clash()):
             raise
         print(f"error: {error}; {hint}", file=sys.stderr)
@@ -57,9 +59,10 @@ def run_program(module: str) -> NoReturn:
 
 
 def required_packages() -> list[str]:
-    """Return the import names of the packages in pyproject.toml; none without a clone, because pip
-    has then installed all of them."""
+    """Return the import names of the packages in pyproject.toml, with those of the extra `lab`;
+    without a clone only the latter, because pip has then installed the others."""
     if not PROJECT.exists():
-        return []
-    needed = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+        return ["tqdm", "pandas"]
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["lab"]
     return [re.match(r"[\w-]+", each)[0].replace("-", "_") for each in needed]

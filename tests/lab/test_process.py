@@ -83,7 +83,27 @@ def test_a_start_without_the_packages() -> None:
         out, err = process.communicate()
     assert process.returncode == 2 and out == ""
     assert err.startswith("error: No module named ") and len(err.splitlines()) == 1
-    assert err.endswith(f"; pip install -e {ROOT} installs all\n")
+    assert err.endswith(f"; pip install -e '{ROOT}[lab]' installs all\n")
+
+
+WITHOUT_LAB = "import sys; sys.modules['pandas'] = sys.modules['tqdm'] = None\n"
+WITHOUT_LAB += "from dynatree_lab.cli import start; "
+
+
+def test_the_benchmark_names_the_extra_lab() -> None:
+    with start([sys.executable, "-c", f"{WITHOUT_LAB}start.run_bench()"]) as process:
+        _, err = process.communicate()
+    assert process.returncode == 2 and len(err.splitlines()) == 1
+    assert err.startswith("error: ") and err.endswith(
+        f"; pip install -e '{ROOT}[lab]' installs all\n"
+    )
+
+
+def test_the_full_program_does_not_need_the_extra_lab() -> None:
+    words = [*OPTIONS, "--max-new-tokens", "4"]
+    with start([sys.executable, "-c", f"{WITHOUT_LAB}start.run_lab()", *words]) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0 and out, err
 
 
 STARTS = [  # sys.argv[0], the program, how help, version and pages name it
