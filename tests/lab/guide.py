@@ -1,4 +1,4 @@
-"""Copies the project to a folder and adds the methods of docs/method.md, exactly as printed there.
+"""Copies the project to a folder and adds the files of docs/method.md, printed there or linked.
 
 python tests/lab/guide.py FOLDER && cd FOLDER && python -m pytest
 """
@@ -10,14 +10,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "method.md"
+LINKED = ROOT / "docs" / "method"
 REGISTRY = Path("dynatree_lab") / "methods" / "drafting.py"
 
 
 def read_files() -> dict[str, str]:
-    """Return the source of each file that the page prints in full, by the file's path."""
+    """Return the source of each file that the page prints in full or links, by the path that it
+    tells the reader to give it."""
     text = PAGE.read_text(encoding="utf-8")
     found = re.findall(r"`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return dict(found)
+    files = dict(found)
+    for file in LINKED.glob("*.py"):
+        folder = "tests/lab/" if file.name.startswith("test_") else ""
+        files[folder + file.name] = file.read_text(encoding="utf-8")
+    return files
 
 
 def patched_registry() -> str:
