@@ -7,8 +7,8 @@ _calibration  Are the draft's probabilities right? How often candidates match th
 _envelope     Which settings are worth their rows? Each method's best tokens per target pass, by
               its rows; drawn if a method has three settings
 
-    for ending, figure in draw(load("results/main_cpu.jsonl")).items():
-        figure.savefig(f"main_cpu{ending}.png")
+    for ending, figure in draw(load("results/regimes_embedded_cpu.jsonl")).items():
+        figure.savefig(f"regimes_embedded_cpu{ending}.png")
 """
 
 import json

@@ -1,7 +1,7 @@
 """Command line that draws results files as PNG figures, next to each file or in another folder.
 
-    # main_cpu.png, main_cpu_calibration.png
-    python -m dynatree_lab.benchmark.plot results/main_cpu.jsonl
+    # regimes_embedded_cpu.png, regimes_embedded_cpu_calibration.png
+    python -m dynatree_lab.benchmark.plot results/regimes_embedded_cpu.jsonl
 
 benchmark/figures.py draws them.
 """

@@ -1,6 +1,6 @@
 """Reports of a results file: its texts as a DataFrame, its table, its caption and its notes.
 
-    results = load("results/main_cpu.jsonl")
+    results = load("results/regimes_embedded_cpu.jsonl")
     print(text_report(results, ["throughput", "speedup_mean"], width=80))
     text_frame(results).groupby("label").speedup.median()
 

@@ -3,7 +3,7 @@
 Lines are only appended. So an interrupted run is resumed by appending the missing lines, and
 `pandas.read_json(file, lines=True)` reads a file. docs/results.md lists the content of the lines.
 
-    results = load("results/main_cpu.jsonl")
+    results = load("results/regimes_embedded_cpu.jsonl")
     results.head["machine"]["processor"]
     [text["throughput"] for text in results.texts.values() if text["row"] == "dynatree"]
 """

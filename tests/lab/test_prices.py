@@ -167,7 +167,10 @@ def test_the_table_of_prices(tmp_path: Path, capsys: Captured) -> None:
     [
         ("0.9:0.3:0.1", "--prices 0.9:0.3:0.1: an iteration costs 0.9 and a row 0.3, they must"),
         ("none.jsonl", "none.jsonl cannot be read: No such file"),
-        (f"{ROOT}/results/main_cpu.jsonl", "0 texts with counted passes do not tell the prices"),
+        (
+            f"{ROOT}/results/deagle_4_cpu.jsonl",
+            "0 texts with counted passes do not tell the prices",
+        ),
     ],
 )
 def test_prices_that_are_refused(word: str, message: str, capsys: Captured) -> None:

@@ -14,9 +14,7 @@ from dynatree_lab.benchmark.hf import UNREPORTED_METRICS
 from dynatree_lab.benchmark.report import (
     DRAWN_NOTE,
     PUBLISHED_NOTE,
-    caption,
     is_exact,
-    markdown_lines,
     notes,
     table_of,
     text_frame,
@@ -282,12 +280,3 @@ def test_pandas_reads_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = {row[0]: row[1] for row in rows_of(found, "speedup")}
     for row, median in speedups.items():
         assert row == "ar" or cells[f"{row} t=0.6"].startswith(f"{median:.2f}x (")
-
-
-def test_results_md_shows_the_committed_results() -> None:
-    """Compare four columns of a file with the table. test_regimes.py compares README's."""
-    file = "results/main_cpu.jsonl"
-    results = load(ROOT / file)
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    table = markdown_lines(table_of(results, text_frame(results), DEFAULT_COLUMNS))
-    assert f"From `{file}`. {caption(results)}\n\n" + "\n".join(table) + "\n\n" in page
