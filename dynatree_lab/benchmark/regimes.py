@@ -35,11 +35,11 @@ PAPER = "dynatree draft_temperature=1"
 AS_DEFAULT = ("ar", "auto", PAPER)  # rows of README's table that are defaults too
 NAMES = {  # of README's rows; a method stands for its last row in a results file
     "linear": "chain (`linear`)",
-    "fixed": "fixed tree (`fixed`)",
-    PAPER: "`dynatree` as in the paper",
-    "dynatree": "`dynatree`",
-    "dyspec": "`dyspec`",
-    "sequoia": "`sequoia`",
+    "fixed": "tree of fixed breadth (`fixed`)",
+    PAPER: "`dynatree`, as in the paper",
+    "dynatree": "`dynatree`, draft temperature",
+    "dyspec": "`dyspec`, the N likeliest rows",
+    "sequoia": "`sequoia`, a planned tree",
     "auto": "`auto`, not from a paper",
 }
 COMPARED = (
@@ -96,7 +96,7 @@ def paired_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> p
     """Return the speed of one of README's rows over that of another, by regime."""
     rows = {name: chosen_rows(run) for name, run in runs.items()}
     cells = {
-        f"{NAMES[one]} / {NAMES[other]}": [
+        f"`{one}` / `{other}`": [
             paired_cell(texts, rows[name][one], rows[name][other]) for name, texts in frames.items()
         ]
         for one, other in COMPARED
