@@ -48,7 +48,7 @@ def describe(methods: dict[str, type]) -> str:
         line = f"    {name}=off".ljust(18) + meaning
         lines.append(textwrap.fill(line, 80, subsequent_indent=" " * 18))
     scale = "top-k candidates have the draft's probabilities at temperature (1 + T) / 2, T that of "
-    scale += "the text; confident and graft at 1. --draft-temperature 1 is the papers' letter"
+    scale += "the text; confident and graft at 1. DynaTree's papers have --draft-temperature 1"
     lines.append(textwrap.fill(f"  {scale}", 80, subsequent_indent="  "))
     return "\n".join(lines)
 
