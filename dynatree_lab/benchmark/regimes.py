@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from dynatree_lab.benchmark.report import markdown_lines, median_cell, text_frame
+from dynatree_lab.benchmark.report import markdown_lines, median_cell, narrow_cell, text_frame
 from dynatree_lab.benchmark.results import Line, Results, load
 from dynatree_lab.cli.program import Parser, run_command_line
 from dynatree_lab.replay.prices import Prices, fit, x_ar
@@ -127,8 +127,7 @@ def default_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> 
         own = embedded[embedded.row == row]
         texts = [runs["embedded"].texts[key] for key in own.key]
         cells["ar, in tok/s" if row == "ar" else row] = [
-            f"{own.rows.median():.1f}",
-            f"{own.draft_passes.median():.1f}",
+            *(narrow_cell(metric, "{:.1f}", own) for metric in ("rows", "draft_passes")),
             median_cell("tokens_per_iter", "{:.2f}", own),
             *(default_cell(row, name, frames[name], texts, prices[name]) for name in TITLES),
         ]
