@@ -26,13 +26,14 @@ from dynatree_lab.replay.prices import Prices, fit, x_ar
 
 STREAMED = "streamed"
 TITLES = {  # of the columns, by regime
-    "embedded": "embedded pair",
-    "enlarged": "enlarged (cost of Pythia-410M and 70M)",
-    STREAMED: "streamed (2.8B from disk in 2 GB)",
-    "sampled": "enlarged, temperature 0.7",
+    "embedded": "embedded",
+    "enlarged": "enlarged",
+    STREAMED: "streamed",
+    "sampled": "enlarged, at 0.7",
 }
 PAPER = "dynatree draft_temperature=1"
-AS_DEFAULT = ("ar", "auto", PAPER)  # rows of README's table that are defaults too
+MEASURED = ("ar", "auto")  # over a streamed target; what auto drafts depends on times
+AS_DEFAULT = (*MEASURED, PAPER)  # rows of README's table that are defaults too
 NAMES = {  # of README's rows; a method stands for its last row in a results file
     "linear": "chain (`linear`)",
     "fixed": "tree of fixed breadth (`fixed`)",
@@ -68,7 +69,7 @@ def fit_prices(runs: dict[str, Results]) -> dict[str, Prices]:
 
 def chosen_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Return README's table: x ar of its rows by regime, of ar tok/s. First it has what a row and a
-    draft pass cost, and how much the texts repeat. frames: the texts that are shown."""
+    draft pass cost, and how much the texts repeat."""
     prices = fit_prices(runs).values()
     ar = [texts[texts.row == "ar"] for texts in frames.values()]
     cells = {
@@ -86,9 +87,10 @@ def chosen_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> p
 
 
 def settings_table(runs: dict[str, Results]) -> pd.DataFrame:
-    """Return the settings of README's rows by regime."""
+    """Return the settings that were chosen for README's rows, by regime."""
     rows = [chosen_rows(run) for run in runs.values()]
-    cells = {title: [row[name].partition(" ")[2] for row in rows] for name, title in NAMES.items()}
+    searched = [name for name in NAMES if name not in AS_DEFAULT]
+    cells = {NAMES[name]: [row[name].partition(" ")[2] for row in rows] for name in searched}
     return as_table(cells, TITLES.values())
 
 
@@ -115,9 +117,9 @@ def paired_cell(texts: pd.DataFrame, row: str, other: str) -> str:
 
 
 def default_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the table of all methods at their defaults: rows, draft passes and tokens per pass of
-    the embedded pair's greedy text, then x ar by regime, of ar tok/s. A star marks cells that are
-    computed from this text, because they were not measured."""
+    """Return the table of all methods at their defaults. Medians: rows, draft passes and tokens per
+    pass of the embedded pair's greedy text, then x ar by regime, of ar tok/s. A star marks cells
+    that are computed from this text, because they were not measured."""
     embedded, prices = frames["embedded"], fit_prices(runs)
     chosen = {row for name, row in chosen_rows(runs["embedded"]).items() if row not in AS_DEFAULT}
     cells = {}
@@ -128,7 +130,7 @@ def default_table(runs: dict[str, Results], frames: dict[str, pd.DataFrame]) -> 
         texts = [runs["embedded"].texts[key] for key in own.key]
         cells["ar, in tok/s" if row == "ar" else row] = [
             *(narrow_cell(metric, "{:.1f}", own) for metric in ("rows", "draft_passes")),
-            median_cell("tokens_per_iter", "{:.2f}", own),
+            narrow_cell("tokens_per_iter", "{:.2f}", own),
             *(default_cell(row, name, frames[name], texts, prices[name]) for name in TITLES),
         ]
     return as_table(cells, ["rows/tree", "passes", "tok/iter", *TITLES.values()])
@@ -140,14 +142,14 @@ def default_cell(
     """Return the measured or computed cell of a row. texts: of the embedded pair. Over a streamed
     target the same texts are computed for all rows, because those that were measured are others."""
     measured = frame[frame.row == row]
-    if regime != STREAMED or row in AS_DEFAULT[:2]:
+    if regime != STREAMED or row in MEASURED:
         metric, form = ("throughput", "{:.3g}") if row == "ar" else ("speedup", "{:.2f}x")
         if len(measured):
-            return median_cell(metric, form, measured)
-    if regime == "sampled" or row in AS_DEFAULT[:2]:  # other texts, or trees that depend on time
+            return narrow_cell(metric, form, measured)
+    if regime == "sampled" or row in MEASURED:  # sampled texts are others
         return ""
     computed = pd.DataFrame({"speedup": [x_ar(prices, text) for text in texts]}).dropna()
-    return f"{median_cell('speedup', '{:.2f}x', computed)}*" if len(computed) else ""
+    return f"{narrow_cell('speedup', '{:.2f}x', computed)}*" if len(computed) else ""
 
 
 def as_table(cells: dict[str, list[str]], columns: Sequence[str]) -> pd.DataFrame:
@@ -155,24 +157,14 @@ def as_table(cells: dict[str, list[str]], columns: Sequence[str]) -> pd.DataFram
     return table.rename_axis(columns="")
 
 
-def less_repetitive(texts: pd.DataFrame) -> list[int]:
-    """Return the half of the prompts after which greedy ar repeats fewer 4-grams."""
-    by_prompt = texts[texts.row == "ar"].groupby("prompt").repetition.first()
-    return sorted(by_prompt.nsmallest(len(by_prompt) // 2).index)
-
-
 def tables_of(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield each table as lines of markdown, with what it is. Raises UsageError."""
     runs = load_runs(folder)
     frames = {name: text_frame(run) for name, run in runs.items()}
-    half = less_repetitive(frames["embedded"])
-    less = {name: texts[texts.prompt.isin(half)] for name, texts in frames.items()}
-    less[STREAMED] = less[STREAMED][:0]  # its prompts are others
     tables = {
         "README's table": chosen_table(runs, frames),
         "its settings": settings_table(runs),
         "its rows in pairs": paired_table(runs, frames),
-        f"it after prompts {', '.join(map(str, half))}": chosen_table(runs, less),
         "defaults": default_table(runs, frames),
     }
     for title, table in tables.items():

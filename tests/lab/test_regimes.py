@@ -47,10 +47,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_tables(folder: Path, capsys: Captured) -> None:
-    """Check measured and computed cells. The prompts that repeat less have no streamed texts."""
+    """Check measured and computed cells."""
     tables = dict(tables_of(folder))
-    whole, settings, pairs, half, defaults = (
-        {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines}
+    whole, settings, pairs, defaults = (
+        {
+            line.split(" | ")[0].strip("| "): line.removesuffix(" |").split(" | ")[1:]
+            for line in lines
+        }
         for lines in (table.splitlines() for table in tables.values())
     )
     assert whole["price of a row, of a draft pass"][1:3] == ["0.1, 0.3", "0.01, 0.001"]
@@ -60,13 +63,10 @@ def test_the_tables(folder: Path, capsys: Captured) -> None:
     assert whole["`dynatree`, draft temperature"] == ["1.84x", "1.84x", "3.39x", "1.84x"]
     assert whole["`dynatree`, as in the paper"][0] == "1.58x"
     assert settings["`dynatree`, draft temperature"] == ["tau=0.1"] * 4
-    assert settings["`dynatree`, as in the paper"][0] == "draft_temperature=1"
+    assert len(settings) == 2 + len(CHOSEN)
     assert pairs["`dynatree` / `linear`"][0] == "1.67, 4 of 4"
     assert pairs["`dynatree` / `fixed`"][0] == "1.17 (1.17-1.46), 4 of 4"
     assert pairs["`auto` / `dynatree`"][0] == "0.86, 0 of 4"
-    (title,) = [title for title in tables if title.startswith("it after prompts ")]
-    assert title.endswith("1, 2") and half["repeated 4-grams"][0] == "25% (22%-28%)"
-    assert half["`dynatree`, draft temperature"][1:3] == ["1.84x", ""]
     assert list(defaults) == [
         "",
         "---",
