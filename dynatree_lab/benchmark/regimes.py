@@ -2,8 +2,8 @@
 
 A regime is a pair of models on a machine, at a temperature. Its results file has the methods at
 their defaults, then the methods of README's table at settings that were chosen on other prompts.
-The enlarged pairs write the embedded pair's greedy text with the embedded pair's trees. So the
-defaults over a streamed target, whose file has only the chosen settings, are computed from prices.
+The enlarged pairs write the embedded pair's greedy text with the embedded pair's trees. So defaults
+that were not measured, among them all over a streamed target, are computed from prices.
 
     python -m dynatree_lab.benchmark.regimes    # prints the tables
 """
